@@ -218,7 +218,8 @@ class AsyncClient:
         await self.close()
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> RequestStream:
-        """Returns a request as a stream of events: Accepted, PromptLogprobs, Delta, UpdateRefused, Finished.
+        """Returns a request as a stream of events: Accepted, PromptLogprobs, Delta, Injected, FrameRefused,
+        Finished.
 
         ``prompt`` is text, token ids, or a conversation: a list of messages (see ChatMessage); ``timeout`` is in
         seconds; options have the contract's names. With ``continue_from`` the prompt is only the new part: after a

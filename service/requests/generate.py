@@ -6,6 +6,7 @@ tokenizer's thread pool.
 
 import functools
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -16,13 +17,14 @@ from google.protobuf.message import Message
 import penstock.v1 as pb
 from penstock.kv.block_hash import tenant_salt
 from penstock.scheduler.plan import MAX_FORCED_DRAFTS, SamplingParams
-from penstock.scheduler.request import Event, Prompt, Request, TextState
+from penstock.scheduler.request import Change, Event, Prompt, Request, TextState
 from penstock.service.config.field_rules import Limit
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.requests.chat import check_chat, parse_chat
 from penstock.service.requests.contexts import StoredContext
+from penstock.service.requests.cost import check_cost, too_expensive
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.text.detokenizer import IdsOnly, text_states
@@ -30,11 +32,6 @@ from penstock.service.text.tokenizer import TokenizerPool
 from penstock.service.text.truncation import Truncation
 from penstock.v1 import CONSTRAINT_START_FIRST_TOKEN
 
-MAX_TOKENS_IN_ALL = 1 << 20
-"""The maximum total of prompt and output tokens of a request's choices, if it has several. A step's bookkeeping on the
-event loop grows with it."""
-MAX_LOGPROB_ENTRIES = 1 << 22
-"""The maximum number of log-probabilities of a request's output, and of its prompt."""
 MAX_WHOLE_ANSWER = 512_000
 """The maximum size of a response in one message, in units of 8 bytes. It stays below the 4 MiB default limit of gRPC's
 clients, and leaves 96 KB for the other fields of 64 choices. A log-probability takes at most one unit."""
@@ -72,6 +69,16 @@ class ResponseMode(Enum):
 def output_form(start: pb.GenerationStart) -> OutputForm:
     """Returns the parts of the output to send. ``start`` has passed ``check``."""
     return _FORMS[start.output.format]
+
+
+def requested_change(update: pb.GenerationUpdate) -> Change:
+    """Returns the change that an update asks for. The deadline counts from now."""
+    timeout_ms = _optional(update, "timeout_ms")
+    return Change(
+        priority=_optional(update, "priority"),
+        deadline=None if timeout_ms is None else time.monotonic() + timeout_ms / 1000,
+        max_tokens=_optional(update, "max_tokens"),
+    )
 
 
 class RequestBuilder:
@@ -128,7 +135,7 @@ class RequestBuilder:
             if sampling.min_tokens > sampling.max_tokens:
                 raise invalid("sampling.min_tokens", f"must be at most max_tokens, {sampling.max_tokens:,}")
             # How much of max_tokens fits in the context is only known with the prompt. This much cost is certain.
-            _check_cost(sampling.n or 1, None, None, 1, min(sampling.max_tokens, self._left(1)))
+            check_cost(sampling.n or 1, None, None, 1, min(sampling.max_tokens, self._left(1)))
 
     def cut_max_tokens(self, request: Request, max_tokens: int) -> int:
         """Returns the effective value of a new ``max_tokens`` for a prepared request. Raises ServiceError."""
@@ -136,7 +143,7 @@ class RequestBuilder:
         max_tokens = min(max_tokens, self._left(num_prompt_tokens))
         if max_tokens < sampling.min_tokens:
             raise invalid("max_tokens", f"must be at least min_tokens, {sampling.min_tokens:,}; it is {max_tokens:,}")
-        _check_cost(request.n, sampling.logprobs, sampling.prompt_logprobs, num_prompt_tokens, max_tokens)
+        check_cost(request.n, sampling.logprobs, sampling.prompt_logprobs, num_prompt_tokens, max_tokens)
         return max_tokens
 
     def check_append(self, append: pb.GenerationAppend) -> None:
@@ -197,7 +204,7 @@ class RequestBuilder:
         if answer is ResponseMode.WHOLE:
             max_tokens = self._fit_whole(start, num_prompt_tokens, max_tokens)
         logprobs, prompt_logprobs = (_optional(start.output, name) for name in ("logprobs", "prompt_logprobs"))
-        _check_cost(n, logprobs, prompt_logprobs, num_prompt_tokens, max_tokens)
+        check_cost(n, logprobs, prompt_logprobs, num_prompt_tokens, max_tokens)
         return Request(
             request_id=origin.request_id,
             prompt_token_ids=prompt.token_ids,
@@ -319,7 +326,7 @@ class RequestBuilder:
         if prompt_units + output_units > MAX_WHOLE_ANSWER:
             field = "output.prompt_logprobs" if prompt_units > output_units else field
             remedy = "reduce one of them, or call GenerateOne, which streams the output"
-            raise _too_expensive(field, formula, prompt_units + output_units, MAX_WHOLE_ANSWER, remedy)
+            raise too_expensive(field, formula, prompt_units + output_units, MAX_WHOLE_ANSWER, remedy)
         return max_tokens
 
     def _sampling(self, start: pb.GenerationStart) -> SamplingParams:
@@ -375,28 +382,3 @@ def _check_constraint(start: pb.GenerationStart) -> None:
 def _optional(message: Message, field: str) -> Any:
     """Returns an optional field; None if it is not set."""
     return getattr(message, field) if message.HasField(field) else None
-
-
-def _check_cost(
-    n: int, logprobs: int | None, prompt_logprobs: int | None, num_prompt_tokens: int, max_tokens: int
-) -> None:
-    """Checks a request's total cost, before anything is allocated for it. Raises ServiceError."""
-    num_tokens = n * (num_prompt_tokens + max_tokens)
-    # For a single choice the model's context is the only limit.
-    if n > 1 and num_tokens > MAX_TOKENS_IN_ALL:
-        raise _too_expensive("sampling.n", "n x (prompt tokens + max_tokens)", num_tokens, MAX_TOKENS_IN_ALL)
-    if logprobs is not None and (entries := n * max_tokens * (logprobs + 1)) > MAX_LOGPROB_ENTRIES:
-        raise _too_expensive("output.logprobs", "n x max_tokens x (logprobs + 1)", entries, MAX_LOGPROB_ENTRIES)
-    if prompt_logprobs is not None:
-        entries = num_prompt_tokens * (prompt_logprobs + 1)
-        if entries > MAX_LOGPROB_ENTRIES:
-            formula = "prompt tokens x (prompt_logprobs + 1)"
-            raise _too_expensive("output.prompt_logprobs", formula, entries, MAX_LOGPROB_ENTRIES)
-
-
-def _too_expensive(
-    field: str, formula: str, value: int, limit: int, remedy: str = "reduce one of them"
-) -> ServiceError:
-    return ServiceError(
-        Reason.TOO_EXPENSIVE, f"{field}: {formula} must be at most {limit:,}; it is {value:,}; {remedy}", field=field
-    )

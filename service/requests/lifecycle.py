@@ -41,12 +41,12 @@ from penstock.service.errors import (
     to_status,
 )
 from penstock.service.requests.contexts import ContextStore, StoredContext
-from penstock.service.requests.generate import Origin, RequestBuilder, ResponseMode, output_form
+from penstock.service.requests.generate import Origin, RequestBuilder, ResponseMode, output_form, requested_change
 from penstock.service.requests.idempotency import IdempotencyKeys
 from penstock.service.requests.injection import Injections, Refuse
 from penstock.service.requests.open_prompt import OpenPrompt, OpenPromptConfig
 from penstock.service.requests.preparation import preparation_limit, unqueued_end
-from penstock.service.streaming.messages import finished_message, milliseconds
+from penstock.service.streaming.messages import accepted_message, finished_message, injected_message
 from penstock.service.streaming.outbox import RequestReceiver
 from penstock.service.telemetry.metrics import End
 from penstock.service.telemetry.request_end import report_end
@@ -214,11 +214,7 @@ class RequestLifecycle:
     def update(self, update: pb.GenerationUpdate, refuse: Refuse) -> None:
         """Changes the request; during its preparation, as soon as it is queued. If the change is refused, calls
         ``refuse`` once, perhaps later, and the request continues unchanged."""
-        change = Change(
-            priority=update.priority if update.HasField("priority") else None,
-            deadline=time.monotonic() + update.timeout_ms / 1000 if update.HasField("timeout_ms") else None,
-            max_tokens=update.max_tokens if update.HasField("max_tokens") else None,
-        )
+        change = requested_change(update)
         if self._is_queued:
             self._change(change, refuse)
         elif len(self._early) == MAX_EARLY_UPDATES:
@@ -315,27 +311,23 @@ class RequestLifecycle:
                 self._accept(event)
             elif isinstance(event, TokensInjected):
                 self._injections.injected()
-                self._receiver.injected(
-                    pb.Injected(ref=self.ref, output_tokens=event.num_output_tokens, injected_tokens=event.num_tokens)
-                )
+                self._receiver.injected(injected_message(self.ref, event))
         except Exception as error:
             self._refuse(error)
 
     def _accept(self, event: RequestAccepted) -> None:
         assert self._request is not None
         self.was_accepted = True
-        ttft_s = event.predicted_ttft_s
         if self._span.is_recording:
             self._span.timeline = self._request_context.engine.explain(self.request_id)
         self._receiver.accepted(
-            pb.Accepted(
-                ref=self.ref,
-                request_id=self.request_id,
-                prompt_tokens=len(self._request.prompt_token_ids),
-                cached_tokens=event.cached_tokens,
-                queue_position=event.queue_position,
-                predicted_ttft_ms=None if ttft_s is None else milliseconds(time.monotonic() - self._arrival + ttft_s),
-                client_request_id=self._client_request_id,
+            accepted_message(
+                self.ref,
+                self.request_id,
+                self._client_request_id,
+                len(self._request.prompt_token_ids),
+                event,
+                time.monotonic() - self._arrival,
             )
         )
 

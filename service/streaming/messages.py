@@ -10,10 +10,12 @@ from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import (
     EngineFinishReason,
+    RequestAccepted,
     RequestFinished,
     RequestTimings,
     SequenceDelta,
     SpeculationCounts,
+    TokensInjected,
 )
 from penstock.service.config.limits import UINT32_MAX
 from penstock.service.streaming.pending_message import OutputForm, PendingMessage
@@ -56,6 +58,32 @@ def single_message(batch: PendingMessage) -> pb.GenerateOneResponse:
     for finished in batch.finished:
         message.finished.CopyFrom(finished)
     return message
+
+
+def accepted_message(
+    ref: int,
+    request_id: str,
+    client_request_id: str,
+    num_prompt_tokens: int,
+    accepted: RequestAccepted,
+    age_s: float,
+) -> pb.Accepted:
+    """Builds the message for a request that entered the queue. ``age_s`` is the time since its arrival."""
+    ttft_s = accepted.predicted_ttft_s
+    return pb.Accepted(
+        ref=ref,
+        request_id=request_id,
+        prompt_tokens=num_prompt_tokens,
+        cached_tokens=accepted.cached_tokens,
+        queue_position=accepted.queue_position,
+        predicted_ttft_ms=None if ttft_s is None else milliseconds(age_s + ttft_s),
+        client_request_id=client_request_id,
+    )
+
+
+def injected_message(ref: int, event: TokensInjected) -> pb.Injected:
+    """Builds the message for tokens that were injected into the output of a request."""
+    return pb.Injected(ref=ref, output_tokens=event.num_output_tokens, injected_tokens=event.num_tokens)
 
 
 def finished_message(

@@ -138,7 +138,7 @@ def run_client(port: int, num_streams: int, seconds: float) -> Measured:
     """Opens streams, and from when all requests decode notes for some time when their tokens come."""
     connection = Connection(port)
     for _ in range(num_streams):
-        starts = [start(ref) for ref in range(NUM_REQUESTS // num_streams)]
+        starts = [start(ref) for ref in range(1, 1 + NUM_REQUESTS // num_streams)]
         if num_streams == 1:
             connection.open("Generate", [pb.GenerateRequest(start=one).SerializeToString() for one in starts])
         else:

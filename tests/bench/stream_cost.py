@@ -238,7 +238,7 @@ async def client(target: str, num_streams: int, requests_each: int, num_tokens: 
 async def one_stream(call: Any, num_requests: int, num_tokens: int, reads: bool) -> None:
     """Some requests on a stream."""
     sampling = pb.SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-    for ref in range(num_requests):
+    for ref in range(1, 1 + num_requests):
         start = pb.GenerationStart(
             ref=ref, text="token", sampling=sampling, output=pb.OutputOptions(logprobs=None if reads else 20)
         )

@@ -27,7 +27,7 @@ def paced(seconds_per_step: float = 0.002, **options: Any) -> FakeExecutor:
 
 
 def begin(
-    ref: int = 0,
+    ref: int = 1,
     text: str = "hello",
     max_tokens: int = 5,
     *,

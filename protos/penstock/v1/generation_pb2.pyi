@@ -32,7 +32,7 @@ class _FrameKind:
 class _FrameKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FrameKind.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FRAME_KIND_UNSPECIFIED: _FrameKind.ValueType  # 0
-    """The frame has nothing set, or is too large to be read."""
+    """The frame has nothing set, or too many fields to be read."""
     FRAME_KIND_START: _FrameKind.ValueType  # 1
     """A `start`: its ref is 0 or that of a live request."""
     FRAME_KIND_CANCEL: _FrameKind.ValueType  # 2
@@ -48,7 +48,7 @@ class FrameKind(_FrameKind, metaclass=_FrameKindEnumTypeWrapper):
     """The kind of a frame of a GenerateRequest."""
 
 FRAME_KIND_UNSPECIFIED: FrameKind.ValueType  # 0
-"""The frame has nothing set, or is too large to be read."""
+"""The frame has nothing set, or too many fields to be read."""
 FRAME_KIND_START: FrameKind.ValueType  # 1
 """A `start`: its ref is 0 or that of a live request."""
 FRAME_KIND_CANCEL: FrameKind.ValueType  # 2
@@ -429,7 +429,7 @@ class GenerationCancel(_message.Message):
     REFS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def refs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The refs of live requests; unknown ones are ignored. At most 65,536; more end the stream with INVALID_ARGUMENT."""
+        """The refs of live requests; unknown ones are ignored. At most 65,536; a `cancel` with more ends no request."""
 
     def __init__(
         self,
@@ -446,8 +446,8 @@ Global___GenerationCancel: _TypeAlias = GenerationCancel  # noqa: Y015
 
 @_typing.final
 class GenerationUpdate(_message.Message):
-    """Changes a live request, within two steps. An update that is not possible changes nothing and gets an
-    `update_refused`. While the prompt of a request is being tokenized, at most 16 of its updates can wait.
+    """Changes a live request, within two steps. An update that is not possible changes nothing and gets a
+    `frames_refused`. While the prompt of a request is being tokenized, at most 16 of its updates can wait.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -64,7 +64,7 @@ def slow(seconds_per_step=0.005):
 
 
 def start(max_tokens=4, text="hi"):
-    return pb.GenerationStart(text=text, sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    return pb.GenerationStart(ref=1, text=text, sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
 def complete(service, **fields):
@@ -200,16 +200,16 @@ class TestDraining:
         assert (await watcher.read()).status == SERVING
         stream = service.generation.Generate()
         await stream.write(pb.GenerateRequest(start=start(max_tokens=50)))
-        reading = await new_reading().read_until(stream, lambda r: r.outcomes[0].deltas > 0)
+        reading = await new_reading().read_until(stream, lambda r: r.outcomes[1].deltas > 0)
 
         assert (await service.admin.Drain(pb.DrainRequest())).live_requests == 1
         assert (await watcher.read()).status == NOT_SERVING
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await complete(service)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-        await reading.read_until(stream, lambda r: bool(r.outcomes[0].finished))
-        assert reading.outcomes[0].text == "a" * 50
-        assert reading.outcomes[0].finished[0].status.code == 0
+        await reading.read_until(stream, lambda r: bool(r.outcomes[1].finished))
+        assert reading.outcomes[1].text == "a" * 50
+        assert reading.outcomes[1].finished[0].status.code == 0
         states = [message.heartbeat.state for message in reading.messages if message.HasField("heartbeat")]
         assert states == [pb.SERVICE_STATE_DRAINING]
         assert (await service.admin.Drain(pb.DrainRequest())).live_requests == 0
@@ -301,8 +301,8 @@ class TestFlushing:
     async def test_a_flush_costs_a_running_request_nothing(self, start_service, new_reading):
         service = await start_service(slow(0.001), admin_listen=ANY_PORT)
         stream = service.generation.Generate(iter([pb.GenerateRequest(start=start(max_tokens=200, text="x" * 200))]))
-        reading = await new_reading().read_until(stream, lambda r: r.outcomes[0].deltas > 0)
+        reading = await new_reading().read_until(stream, lambda r: r.outcomes[1].deltas > 0)
         for _ in range(5):
             await service.admin.FlushCache(pb.FlushCacheRequest())
         await reading.read(stream)
-        assert reading.outcomes[0].text == "a" * 200
+        assert reading.outcomes[1].text == "a" * 200

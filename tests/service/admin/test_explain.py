@@ -145,8 +145,8 @@ async def test_steps_and_chunks_are_those_of_the_plans(explain, new_reading):
     service, ask = await explain(executor, max_num_seqs=8, max_num_batched_tokens=48)
     rng = random.Random(5)
     shared = "s" * 40
-    prompts = [f"{chr(65 + ref)}{shared if ref % 3 else ''}{'y' * rng.randint(5, 90)}" for ref in range(20)]
-    frames = [start(ref=ref, text=text, max_tokens=rng.randint(1, 120)) for ref, text in enumerate(prompts)]
+    prompts = [f"{chr(65 + ref)}{shared if ref % 3 else ''}{'y' * rng.randint(5, 90)}" for ref in range(1, 21)]
+    frames = [start(ref=ref, text=text, max_tokens=rng.randint(1, 120)) for ref, text in enumerate(prompts, 1)]
     executor.answers.clear()
     reading = asyncio.create_task(new_reading().read(service.generation.Generate(iter(frames))))
     await until(lambda: service.engine.stats().requests == len(frames))
@@ -156,7 +156,7 @@ async def test_steps_and_chunks_are_those_of_the_plans(explain, new_reading):
         executor.die()
     outcomes = (await reading).outcomes
     seen: Counter[str] = Counter()
-    for ref, prompt in enumerate(prompts):
+    for ref, prompt in enumerate(prompts, 1):
         told = await ask(outcomes[ref].accepted[0].request_id)
         chunks, decodes, begun = executor.steps_of(prompt)
         assert chunks_of(told) == chunks
@@ -166,7 +166,7 @@ async def test_steps_and_chunks_are_those_of_the_plans(explain, new_reading):
         assert (
             sum(entry.num_tokens for entry in of_kind(told, "DECODED"))
             == usage.output_tokens
-            == frames[ref].start.sampling.max_tokens
+            == frames[ref - 1].start.sampling.max_tokens
         )
         timings = outcomes[ref].finished[0].timings
         assert len(of_kind(told, "PREEMPTED")) == timings.preemptions

@@ -58,9 +58,9 @@ def send(service):
         sampling = pb.SamplingParams(max_tokens=3000, ignore_eos=True)
         stream = service.generation.Generate(metadata=(("authorization", tenant),))
         streams.append(stream)
-        for ref in range(number):
+        for index in range(number):
             start = pb.GenerationStart(
-                ref=ref, text="hi", sampling=sampling, client_request_id=f"{tenant}-{ref}", **fields
+                ref=index + 1, text="hi", sampling=sampling, client_request_id=f"{tenant}-{index}", **fields
             )
             await stream.write(pb.GenerateRequest(start=start))
         await until(lambda: service.engine.stats().requests == before + number)
@@ -127,7 +127,7 @@ class TestListing:
 
     async def test_pages_have_every_request_once_in_order(self, service, send):
         await send(25)
-        expected = [f"a-{ref}" for ref in range(25)]
+        expected = [f"a-{index}" for index in range(25)]
         for page_size, sizes in (
             (10, [10, 10, 5]),
             (24, [24, 1]),
@@ -248,19 +248,19 @@ class TestCancelling:
     @STEPS
     async def test_by_id_a_caller_keeps_the_output_so_far(self, service, send, new_reading, details_of):
         stream = await send(2)
-        reading = await new_reading().read_until(stream, lambda reading: reading.outcomes[0].deltas > 5)
-        request_id = reading.outcomes[0].accepted[0].request_id
+        reading = await new_reading().read_until(stream, lambda reading: reading.outcomes[1].deltas > 5)
+        request_id = reading.outcomes[1].accepted[0].request_id
         answer = await cancel(service, "nobody", request_id, request_id, "nothing")
         assert answer.cancelled_requests == 1
         assert answer.unknown_request_ids == ["nobody", "nothing"]
-        await reading.read_until(stream, lambda reading: reading.outcomes[0].finished)
-        [finished] = reading.outcomes[0].finished
+        await reading.read_until(stream, lambda reading: reading.outcomes[1].finished)
+        [finished] = reading.outcomes[1].finished
         assert finished.reason == pb.FINISH_REASON_CANCELLED
         assert finished.status.code == grpc.StatusCode.CANCELLED.value[0]
         assert finished.status.message == MESSAGE
         assert details_of(finished.status)["ErrorInfo"].reason == "CANCELLED"
-        assert finished.usage.output_tokens == len(reading.outcomes[0].text) > 5
-        assert not reading.outcomes[1].finished
+        assert finished.usage.output_tokens == len(reading.outcomes[1].text) > 5
+        assert not reading.outcomes[2].finished
         assert own_ids([await page(service)]) == ["a-1"]
         assert (await cancel(service, request_id)).unknown_request_ids == [request_id]
         stream.cancel()

@@ -293,7 +293,7 @@ class TestUnderLoad:
         service = await start_service(executor, SchedulerConfig(max_num_seqs=16), admin_listen=ANY_PORT)
         prompts = [f"{number:03}" * (1 + number % 30) for number in range(NUM_REQUESTS)]
         stream = service.generation.Generate()
-        for ref, prompt in enumerate(prompts):
+        for ref, prompt in enumerate(prompts, 1):
             await stream.write(pb.GenerateRequest(start=start(ref, prompt)))
         reading = await new_reading().read_until(stream, lambda r: all_accepted(r, NUM_REQUESTS))
         await stream.done_writing()
@@ -307,7 +307,7 @@ class TestUnderLoad:
             await asyncio.sleep(0.005)
         await reader
         assert num_changes >= len(CHANGES[what])
-        for ref, prompt in enumerate(prompts):
+        for ref, prompt in enumerate(prompts, 1):
             [finished] = reading.outcomes[ref].finished
             assert finished.status.code == 0, finished.status.message
             assert reading.outcomes[ref].text == expected(prompt)
@@ -318,7 +318,7 @@ class TestUnderLoad:
         executor = FakeExecutor(vocab_size=258, next_token=by_length, seconds_per_step=0.0005)
         service = await start_service(executor, SchedulerConfig(max_num_seqs=4), admin_listen=ANY_PORT)
         prompts = [f"{number:03}" for number in range(8)]
-        frames = [pb.GenerateRequest(start=start(ref, prompt)) for ref, prompt in enumerate(prompts)]
+        frames = [pb.GenerateRequest(start=start(ref, prompt)) for ref, prompt in enumerate(prompts, 1)]
         stream = service.generation.Generate(iter(frames))
         reading = await new_reading().read_until(stream, lambda r: all_accepted(r, len(prompts)))
         executor.may_start.clear()
@@ -327,7 +327,7 @@ class TestUnderLoad:
         await update(service, max_num_seqs=2, policy=pb.SCHEDULING_POLICY_FAIR, max_queued_requests=1)
         executor.may_start.set()
         await reading.read(stream)
-        assert [reading.outcomes[ref].text for ref in range(len(prompts))] == [expected(prompt) for prompt in prompts]
+        assert [reading.outcomes[ref].text for ref in range(1, 9)] == [expected(prompt) for prompt in prompts]
         assert (await settings_of(service)).max_num_seqs == 2
 
 
@@ -352,7 +352,7 @@ class TestWhatTheyDo:
     """A change is felt by the requests that come after it."""
 
     async def code_of(self, service, max_tokens=NUM_TOKENS):
-        request = pb.CompleteRequest(start=start(0, "hi"))
+        request = pb.CompleteRequest(start=start(1, "hi"))
         request.start.sampling.max_tokens = max_tokens
         return await service.generation.Complete(request).code()
 
@@ -372,7 +372,7 @@ class TestWhatTheyDo:
     async def test_fewer_rows(self, start_service):
         executor = FakeExecutor(vocab_size=258, next_token=by_length, seconds_per_step=0.001)
         service = await start_service(executor, admin_listen=ANY_PORT)
-        calls = [service.generation.Complete(pb.CompleteRequest(start=start(0, "hi"))) for _ in range(8)]
+        calls = [service.generation.Complete(pb.CompleteRequest(start=start(1, "hi"))) for _ in range(8)]
         await until(lambda: service.engine.stats().running == 8)
         await update(service, max_num_seqs=2)
         await until(lambda: service.engine.stats().running <= 2)
@@ -383,7 +383,7 @@ class TestWhatTheyDo:
         executor = FakeExecutor(vocab_size=258, next_token=by_length, seconds_per_step=0.001)
         service = await start_service(executor, SchedulerConfig(max_num_seqs=1), admin_listen=ANY_PORT)
         stream = service.generation.Generate()
-        for ref in range(4):
+        for ref in range(1, 5):
             frame = pb.GenerateRequest(start=start(ref, "hi"))
             frame.start.priority = -ref
             await stream.write(frame)
@@ -393,4 +393,4 @@ class TestWhatTheyDo:
         reading = await new_reading().read(stream)
         ended = [finished.ref for message in reading.messages for finished in message.finished]
         # Whether the first one goes on or makes room is the policy's own affair.
-        assert [ref for ref in ended if ref != 0] == [3, 2, 1]
+        assert [ref for ref in ended if ref != 1] == [4, 3, 2]

@@ -57,7 +57,7 @@ class Client:
             max_tokens=rng.randrange(1, 9), ignore_eos=True, temperature=rng.choice((0.0, 1.0))
         )
         output = pb.OutputOptions(logprobs=rng.choice((None, 3)), format=rng.choice(FORMATS))
-        start = pb.GenerationStart(text=text, sampling=sampling, output=output)
+        start = pb.GenerationStart(ref=1, text=text, sampling=sampling, output=output)
         kind = rng.randrange(3)
         if kind == 0:
             call: Any = self._stub.Generate(iter([pb.GenerateRequest(start=start)]))

@@ -7,7 +7,7 @@ import pytest
 
 import penstock.v1 as pb
 from penstock.scheduler.request import RefusalKind, Refused
-from penstock.service.rpc import generation
+from penstock.service.rpc import generate_stream
 
 FOR_EVER_S = 60.0
 NUM_FREE = 4
@@ -16,13 +16,13 @@ NUM_FREE = 4
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
     """Refusals that cost no pause."""
-    monkeypatch.setattr(generation, "MAX_REFUSED_IN_A_ROW", NUM_FREE)
+    monkeypatch.setattr(generate_stream, "MAX_REFUSED_IN_A_ROW", NUM_FREE)
 
 
 @pytest.fixture
 def endless_pauses(monkeypatch):
     """A stream that is paused at all does not end while the test waits."""
-    monkeypatch.setattr(generation, "REFUSED_PAUSE_S", FOR_EVER_S)
+    monkeypatch.setattr(generate_stream, "REFUSED_PAUSE_S", FOR_EVER_S)
 
 
 def begin(ref, top_p=1.0, **fields):
@@ -35,21 +35,21 @@ def codes(reading):
 
 
 async def test_all_are_refused_one_by_one_and_slowly(start_service, new_reading, monkeypatch):
-    monkeypatch.setattr(generation, "REFUSED_PAUSE_S", 0.02)
+    monkeypatch.setattr(generate_stream, "REFUSED_PAUSE_S", 0.02)
     service = await start_service()
     began = time.monotonic()
-    frames = [*(begin(ref, top_p=2.0) for ref in range(20)), begin(20)]
+    frames = [*(begin(ref, top_p=2.0) for ref in range(1, 21)), begin(21)]
     reading = await new_reading().read(service.generation.Generate(iter(frames)))
     assert time.monotonic() - began > (20 - NUM_FREE) * 0.02
-    assert codes(reading) == dict.fromkeys(range(20), grpc.StatusCode.INVALID_ARGUMENT.value[0]) | {20: 0}
+    assert codes(reading) == dict.fromkeys(range(1, 21), grpc.StatusCode.INVALID_ARGUMENT.value[0]) | {21: 0}
 
 
 async def test_refused_updates_count(start_service, new_reading, monkeypatch):
-    monkeypatch.setattr(generation, "REFUSED_PAUSE_S", 0.02)
+    monkeypatch.setattr(generate_stream, "REFUSED_PAUSE_S", 0.02)
     service = await start_service()
     began = time.monotonic()
-    bad = pb.GenerateRequest(update=pb.GenerationUpdate(ref=0, priority=5000))
-    start = begin(0)
+    bad = pb.GenerateRequest(update=pb.GenerationUpdate(ref=1, priority=5000))
+    start = begin(1)
     start.start.sampling.MergeFrom(pb.SamplingParams(max_tokens=4000, ignore_eos=True))
     call = service.generation.Generate(iter([start, *[bad] * 20]))
     await new_reading().read_until(
@@ -62,7 +62,7 @@ async def test_refused_updates_count(start_service, new_reading, monkeypatch):
 @pytest.mark.usefixtures("endless_pauses")
 async def test_one_that_is_taken_begins_the_count_anew(start_service, new_reading):
     service = await start_service()
-    frames = [begin(ref, top_p=2.0 if ref % NUM_FREE else 1.0) for ref in range(10 * NUM_FREE)]
+    frames = [begin(ref, top_p=2.0 if ref % NUM_FREE else 1.0) for ref in range(1, 1 + 10 * NUM_FREE)]
     reading = await new_reading().read(service.generation.Generate(iter(frames)))
     assert len(codes(reading)) == 10 * NUM_FREE
 
@@ -75,6 +75,6 @@ async def test_what_a_full_queue_refuses_does_not_slow_a_stream(start_service, n
         raise Refused(RefusalKind.QUEUE_FULL, "full", 10)
 
     monkeypatch.setattr(service.engine, "submit", submit)
-    frames = [begin(ref) for ref in range(10 * NUM_FREE)]
+    frames = [begin(ref) for ref in range(1, 1 + 10 * NUM_FREE)]
     reading = await new_reading().read(service.generation.Generate(iter(frames)))
     assert set(codes(reading).values()) == {grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]}

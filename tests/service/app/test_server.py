@@ -33,11 +33,11 @@ def endless(seconds_per_step=0.005):
     )
 
 
-def start(ref=0, max_tokens=ENDLESS):
+def start(ref=1, max_tokens=ENDLESS):
     return pb.GenerationStart(ref=ref, text="hi", sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
-def frame(ref=0, max_tokens=ENDLESS):
+def frame(ref=1, max_tokens=ENDLESS):
     return pb.GenerateRequest(start=start(ref, max_tokens))
 
 

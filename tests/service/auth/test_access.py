@@ -233,7 +233,7 @@ def _naming(tenant, method):
 
 
 def start(text="hi", max_tokens=1):
-    return pb.GenerationStart(text=text, sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    return pb.GenerationStart(ref=1, text=text, sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
 async def complete(service, credential):
@@ -258,16 +258,16 @@ class TestChanges:
     async def test_a_key_that_is_gone_begins_nothing_and_its_open_stream_goes_on(self, service, tmp_path, new_reading):
         stream = service.generation.Generate(metadata=bearer(KEYS["acme"]))
         await stream.write(pb.GenerateRequest(start=start(max_tokens=40)))
-        reading = await new_reading().read_until(stream, lambda reading: reading.outcomes[0].accepted)
+        reading = await new_reading().read_until(stream, lambda reading: reading.outcomes[1].accepted)
         (tmp_path / "keys").write_text(key_line("acme", "n" * 40))
         await until(service, KEYS["acme"], grpc.StatusCode.UNAUTHENTICATED)
         assert await complete(service, "n" * 40) is grpc.StatusCode.OK
         frame = pb.GenerateRequest(start=start())
-        frame.start.ref = 1
+        frame.start.ref = 2
         await stream.write(frame)
         await stream.done_writing()
         await reading.read(stream)
-        assert [reading.outcomes[ref].finished[0].status.code for ref in (0, 1)] == [0, 0]
+        assert [reading.outcomes[ref].finished[0].status.code for ref in (1, 2)] == [0, 0]
 
     async def test_tokens_keys_change_and_a_broken_file_keeps_the_old_ones(
         self, service, tmp_path, issuer, other_issuer, caplog

@@ -31,7 +31,7 @@ SENT = {
         pb.CompleteRequest(start=pb.GenerationStart(text="hi", continue_from="x")),
     ),
     "a stream": (f"{GENERATION}/GenerateOne", pb.GenerateOneRequest(start=pb.GenerationStart(text=LONG))),
-    "a frame": (f"{GENERATION}/Generate", pb.GenerateRequest(start=pb.GenerationStart(text=LONG))),
+    "a frame": (f"{GENERATION}/Generate", pb.GenerateRequest(start=pb.GenerationStart(ref=1, text=LONG))),
     "an embedding": (
         "EmbeddingService/Embed",
         pb.EmbedRequest(inputs=[pb.EmbedInput(text=LONG)]),

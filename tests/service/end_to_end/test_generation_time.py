@@ -141,7 +141,7 @@ class TestPreparation:
 
             monkeypatch.setattr(byte_tokenizer, "encode", hold)
             call = service.generation.Generate()
-            for ref in range(10):
+            for ref in range(1, 11):
                 await call.write(begin(ref, text="x"))
             await until(held.is_set)
             call.cancel()

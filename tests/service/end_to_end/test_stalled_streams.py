@@ -28,8 +28,9 @@ SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 16_384), ("grpc.http2.bdp_probe",
 """By default a client's library takes in megabytes that its user has not asked for."""
 
 
-def start(max_tokens: int = 50_000, **fields: Any) -> pb.GenerationStart:
-    return pb.GenerationStart(text="a", sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True), **fields)
+def start(ref: int = 1, max_tokens: int = 50_000, **fields: Any) -> pb.GenerationStart:
+    sampling = pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return pb.GenerationStart(ref=ref, text="a", sampling=sampling, **fields)
 
 
 @dataclass
@@ -117,7 +118,7 @@ async def test_reliability_figure_13_8_stalled_readers(start_service, small, mon
         waking = asyncio.create_task(stalled[0].read())
         await until(lambda: len(stalled[0].text) > 3000)
         # A new request on a stream that is stalled waits as well.
-        await stalled[1].call.write(pb.GenerateRequest(start=start(ref=1)))
+        await stalled[1].call.write(pb.GenerateRequest(start=start(ref=2)))
         await until(lambda: service.engine.stats().requests == 10 or stalled[1].call.done())
         assert await rows_a_step(service, 30) < 2.5
         # Who takes nothing for long is cut off.

@@ -32,11 +32,11 @@ def worker(**options):
     return FakeExecutor(vocab_size=258, next_token=told, **options)
 
 
-def start(text=None, max_tokens=20, continue_from="", chat=None, ids=None, stop=(), n=None, **fields):
+def start(text=None, max_tokens=20, continue_from="", chat=None, ids=None, stop=(), n=None, ref=1, **fields):
     sampling = pb.SamplingParams(max_tokens=max_tokens, stop=stop, n=n)
     prompt = {"text": text, "chat": chat, "token_ids": None if ids is None else pb.TokenIds(ids=ids)}
     given = {name: value for name, value in prompt.items() if value is not None}
-    return pb.GenerationStart(sampling=sampling, output=BOTH, continue_from=continue_from, **given, **fields)
+    return pb.GenerationStart(ref=ref, sampling=sampling, output=BOTH, continue_from=continue_from, **given, **fields)
 
 
 def said(*turns):
@@ -115,8 +115,8 @@ class TestTokens:
         whole = text_of(await complete(service, f"hello{text_of(first)} more"))
         frames = [pb.GenerateRequest(start=begun)]
         reading = await new_reading().read(service.generation.Generate(iter(frames)))
-        assert reading.outcomes[0].text == whole
-        assert reading.outcomes[0].finished[0].may_continue
+        assert reading.outcomes[1].text == whole
+        assert reading.outcomes[1].finished[0].may_continue
         call = service.generation.GenerateOne(pb.GenerateOneRequest(start=begun))
         assert "".join([delta.text async for message in call for delta in message.deltas]) == whole
 
@@ -151,10 +151,10 @@ class TestContext:
         # Every letter may begin a stop string, so that a token is always held back.
         begun = start("hello", max_tokens=ENDLESS, stop=[letter + "!" for letter in "abcdefghijklmnopqrstuvwxyz"])
         await call.write(pb.GenerateRequest(start=begun))
-        reading = await new_reading().read_until(call, lambda reading: len(reading.outcomes[0].text) > 20)
-        await call.write(pb.GenerateRequest(cancel=pb.GenerationCancel(refs=[0])))
+        reading = await new_reading().read_until(call, lambda reading: len(reading.outcomes[1].text) > 20)
+        await call.write(pb.GenerateRequest(cancel=pb.GenerationCancel(refs=[1])))
         await call.done_writing()
-        outcome = (await reading.read(call)).outcomes[0]
+        outcome = (await reading.read(call)).outcomes[1]
         [finished] = outcome.finished
         assert finished.status.code == grpc.StatusCode.CANCELLED.value[0]
         assert finished.may_continue
@@ -169,12 +169,12 @@ class TestContext:
         whole = output("hello", ENDLESS)
         call = service.generation.Generate()
         await call.write(pb.GenerateRequest(start=start("hello", max_tokens=ENDLESS)))
-        reading = await new_reading().read_until(call, lambda reading: len(reading.outcomes[0].text) > 20)
+        reading = await new_reading().read_until(call, lambda reading: len(reading.outcomes[1].text) > 20)
         call.cancel()
         await asyncio.wait_for(service.engine.wait_idle(), 120)
-        request_id = reading.outcomes[0].accepted[0].request_id
+        request_id = reading.outcomes[1].accepted[0].request_id
         length = await self.left_behind(service, request_id) - 5
-        assert length >= len(reading.outcomes[0].text)
+        assert length >= len(reading.outcomes[1].text)
         rest = await complete(service, continue_from=request_id, max_tokens=10)
         assert whole[length:].startswith(text_of(rest))
 

@@ -9,12 +9,8 @@ from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Context
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.requests.contexts import ContextStore
-from penstock.service.requests.generate import (
-    MAX_LOGPROB_ENTRIES,
-    MAX_TOKENS_IN_ALL,
-    MAX_WHOLE_ANSWER,
-    ResponseMode,
-)
+from penstock.service.requests.cost import MAX_LOGPROB_ENTRIES, MAX_TOKENS_IN_ALL
+from penstock.service.requests.generate import MAX_WHOLE_ANSWER, ResponseMode
 from penstock.service.text import tokenizer as tokenizer_module
 from penstock.service.text.detokenizer import IdsOnly
 from penstock.service.text.tokenizer import Tokenizer

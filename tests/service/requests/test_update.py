@@ -17,13 +17,13 @@ DEADLINE_EXCEEDED = grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
 RESOURCE_EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
 
 
-def begin(ref=0, text="hello", max_tokens=ENDLESS, min_tokens=0, n=None, **fields):
+def begin(ref=1, text="hello", max_tokens=ENDLESS, min_tokens=0, n=None, **fields):
     sampling = pb.SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, n=n, ignore_eos=True)
     output = pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
     return pb.GenerateRequest(start=pb.GenerationStart(ref=ref, text=text, sampling=sampling, output=output, **fields))
 
 
-def update(ref=0, **fields):
+def update(ref=1, **fields):
     return pb.GenerateRequest(update=pb.GenerationUpdate(ref=ref, **fields))
 
 
@@ -48,10 +48,10 @@ class Stream:
         async with asyncio.timeout(120):
             await self.reading.read_until(self.call, lambda reading: bool(enough()))
 
-    def outcome(self, ref=0):
+    def outcome(self, ref=1):
         return self.reading.outcomes[ref]
 
-    async def finished(self, ref=0):
+    async def finished(self, ref=1):
         await self.until(lambda: self.outcome(ref).finished)
         return self.outcome(ref).finished[0]
 
@@ -136,10 +136,10 @@ class TestDeadline:
 
 @pytest.fixture
 async def queue(open_stream):
-    """A stream on which request 0 runs and 1 to 3 wait."""
+    """A stream on which request 4 runs and 1 to 3 wait."""
     stream = await open_stream(scheduler=SchedulerConfig(max_num_seqs=1, policy=Policy.PRIORITY))
-    await stream.send(begin(0), *(begin(ref, max_tokens=5) for ref in (1, 2, 3)))
-    await stream.until(lambda: stream.outcome(0).deltas and all(stream.outcome(ref).accepted for ref in (1, 2, 3)))
+    await stream.send(begin(4), *(begin(ref, max_tokens=5) for ref in (1, 2, 3)))
+    await stream.until(lambda: stream.outcome(4).deltas and all(stream.outcome(ref).accepted for ref in (1, 2, 3)))
     return stream
 
 
@@ -148,16 +148,16 @@ class TestQueued:
 
     async def test_priority(self, queue):
         await queue.send(update(3, priority=-1), update(1, priority=7))
-        await queue.send(update(0, max_tokens=1))
-        await queue.until(lambda: all(queue.outcome(ref).finished for ref in range(4)))
+        await queue.send(update(4, max_tokens=1))
+        await queue.until(lambda: all(queue.outcome(ref).finished for ref in range(1, 5)))
         ended = [finished.ref for message in queue.reading.messages for finished in message.finished]
-        assert ended == [0, 3, 2, 1]
+        assert ended == [4, 3, 2, 1]
 
     async def test_max_tokens_and_deadline(self, queue):
         await queue.send(update(1, max_tokens=9), update(2, timeout_ms=1))
         assert (await queue.finished(2)).status.code == DEADLINE_EXCEEDED
         assert not queue.outcome(2).token_ids
-        await queue.send(update(0, max_tokens=1))
+        await queue.send(update(4, max_tokens=1))
         assert (await queue.finished(1)).usage.output_tokens == 9
 
 

@@ -21,10 +21,10 @@ class TestGenerate:
     """The multiplexed stream."""
 
     async def test_grpcurls_first_call(self, start_service, new_reading):
-        """A lone start without a ref, and half-close: the rest is finished."""
+        """A lone start, and half-close: the rest is finished."""
         service = await start_service()
         reading = await new_reading().read(service.generation.Generate(iter([begin()])))
-        outcome = reading.outcomes[0]
+        outcome = reading.outcomes[1]
         assert outcome.text == letters(5, 5)
         [accepted], [finished] = outcome.accepted, outcome.finished
         assert len(accepted.request_id) == 26
@@ -39,12 +39,12 @@ class TestGenerate:
         """Shown by 4."""
         service = await start_service(paced())
         call = service.generation.Generate()
-        for ref in range(256):
+        for ref in range(1, 257):
             await call.write(begin(ref, max_tokens=120))
         await call.done_writing()
         reading = await new_reading().read(call)
         assert {ref: outcome.text for ref, outcome in reading.outcomes.items()} == dict.fromkeys(
-            range(256), letters(5, 120)
+            range(1, 257), letters(5, 120)
         )
         assert all(len(outcome.finished) == len(outcome.accepted) == 1 for outcome in reading.outcomes.values())
         with_output = [message for message in reading.messages if message.deltas or message.finished]
@@ -58,7 +58,7 @@ class TestGenerate:
         """Shown by 4."""
         service = await start_service(paced())
         call = service.generation.Generate()
-        for ref in range(256):
+        for ref in range(1, 257):
             await call.write(begin(ref, max_tokens=ENDLESS if ref == 77 else 40))
         reading = await new_reading().read_until(call, lambda r: r.outcomes[77].deltas >= 3)
         await call.write(cancel(77))
@@ -78,7 +78,7 @@ class TestGenerate:
         """Shown by 4."""
         service = await start_service(paced(seconds_per_step=0.01))
         call = service.generation.Generate()
-        for ref in range(64):
+        for ref in range(1, 65):
             await call.write(begin(ref, max_tokens=ENDLESS))
         await new_reading().read_until(call, lambda r: sum(o.deltas > 1 for o in r.outcomes.values()) == 64)
         steps_at_drop = None
@@ -119,24 +119,6 @@ class TestGenerate:
             reading = await new_reading().read_until(call, lambda r: bool(r.outcomes[7].finished))
             assert reading.outcomes[7].text == letters(5, 5)
 
-    async def test_a_duplicate_of_a_live_ref_ends_the_stream(self, start_service, new_reading, details_of):
-        service = await start_service(paced())
-        call = service.generation.Generate()
-        await call.write(begin(7, max_tokens=ENDLESS))
-        reading = await new_reading().read_until(call, lambda r: r.outcomes[7].deltas > 0)
-        await call.write(begin(7))
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await reading.read(call)
-        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert details_of(error.value)["ErrorInfo"].reason == "DUPLICATE_REF"
-        await until(lambda: service.blocks_in_use == 0)
-
-    async def test_an_empty_frame_ends_the_stream(self, start_service):
-        service = await start_service()
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await service.generation.Generate(iter([pb.GenerateRequest()])).read()
-        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-
     async def test_unknown_refs_are_ignored(self, start_service, new_reading):
         service = await start_service()
         frames = [cancel(1, 2, 3), pb.GenerateRequest(update=pb.GenerationUpdate(ref=9)), begin(1), cancel(5)]
@@ -148,25 +130,25 @@ class TestGenerate:
         """Under first come, first served with one row, requests end in the order in which they were sent."""
         monkeypatch.setattr(live, "ORDER_WAIT_S", 10.0)
         service = await start_service(scheduler=SchedulerConfig(max_num_seqs=1))
-        frames = [begin(ref, text="x" * (1 + 300 * (ref % 3))) for ref in range(40)]
+        frames = [begin(ref, text="x" * (1 + 300 * (ref % 3))) for ref in range(1, 41)]
         reading = await new_reading().read(service.generation.Generate(iter(frames)))
         ended = [finished.ref for message in reading.messages for finished in message.finished]
-        assert ended == list(range(40))
+        assert ended == list(range(1, 41))
 
     async def test_priority_decides_the_order_under_the_priority_policy(self, start_service, new_reading):
         scheduler = SchedulerConfig(max_num_seqs=1, policy=Policy.PRIORITY)
         service = await start_service(paced(), scheduler)
         call = service.generation.Generate()
-        await call.write(begin(0, max_tokens=ENDLESS))
-        reading = await new_reading().read_until(call, lambda r: r.outcomes[0].deltas > 0)
+        await call.write(begin(6, max_tokens=ENDLESS))
+        reading = await new_reading().read_until(call, lambda r: r.outcomes[6].deltas > 0)
         for ref in range(1, 6):
             await call.write(begin(ref, priority=-ref))
-        await reading.read_until(call, lambda r: all(r.outcomes[ref].accepted for ref in range(6)))
-        await call.write(cancel(0))
+        await reading.read_until(call, lambda r: all(r.outcomes[ref].accepted for ref in range(1, 7)))
+        await call.write(cancel(6))
         await call.done_writing()
         await reading.read(call)
         ended = [finished.ref for message in reading.messages for finished in message.finished]
-        assert [ref for ref in ended if ref] == [5, 4, 3, 2, 1]
+        assert [ref for ref in ended if ref != 6] == [5, 4, 3, 2, 1]
 
     async def test_a_message_that_is_no_protobuf_ends_the_stream_with_invalid_argument(self, start_service):
         service = await start_service()

@@ -124,7 +124,7 @@ async def generate(service: Any, reading: Any) -> None:
     """Four requests on one stream."""
     while True:
         try:
-            frames = [pb.GenerateRequest(start=start(ref)) for ref in range(4)]
+            frames = [pb.GenerateRequest(start=start(ref)) for ref in range(1, 5)]
             await reading.read(service.generation.Generate(iter(frames)))
         except grpc.aio.AioRpcError as error:
             # grpc.aio's client says this of itself when a stream ends while it writes; what the service said is lost.
@@ -153,7 +153,7 @@ async def one_status_each(service: Any, new_reading: Any, details_of: Any) -> li
             request_id = details_of(error)["RequestInfo"].request_id
             found.append((error.code().value[0], error.details() or "", request_id))
         if name == "Generate":
-            for ref in range(4):
+            for ref in range(1, 5):
                 ends = reading.outcomes[ref].finished
                 # Where the stream itself failed, its status is that of the requests that had no end yet.
                 assert len(ends) == 1 or (stream_failed and not ends)
@@ -190,7 +190,7 @@ async def test_reliability_figure_3_a_bug_at_any_seam_is_one_status(
         assert request_id in caplog.text, "the log lacks the id that the caller was told"
     assert service.engine.stats().requests == 0
     reading = await new_reading().read(service.generation.Generate(iter([pb.GenerateRequest(start=start())])))
-    assert reading.outcomes[0].finished[0].status.code == 0
+    assert reading.outcomes[1].finished[0].status.code == 0
     assert service.blocks_in_use == 0
 
 
@@ -242,10 +242,10 @@ async def test_a_bad_request_does_not_affect_others_on_its_stream(
     others = [
         pb.GenerationStart(ref=ref, text="hello", sampling=pb.SamplingParams(max_tokens=5)) for ref in range(1, 20)
     ]
-    frames = [pb.GenerateRequest(start=one) for one in [*others[:10], start(0), *others[10:]]]
+    frames = [pb.GenerateRequest(start=one) for one in [*others[:10], start(20), *others[10:]]]
     reading = await new_reading().read(service.generation.Generate(iter(frames)))
     codes = {ref: [end.status.code for end in outcome.finished] for ref, outcome in reading.outcomes.items()}
-    assert codes == {0: [grpc.StatusCode.INTERNAL.value[0]]} | {ref: [0] for ref in range(1, 20)}
+    assert codes == {20: [grpc.StatusCode.INTERNAL.value[0]]} | {ref: [0] for ref in range(1, 20)}
 
 
 async def test_a_client_that_leaves_while_a_write_is_blocked(start_service, caplog):
@@ -255,7 +255,7 @@ async def test_a_client_that_leaves_while_a_write_is_blocked(start_service, capl
     async with grpc.aio.insecure_channel(service.target, options=options) as channel:
         call: Any = channel.stream_stream("/penstock.v1.GenerationService/Generate")()
         request = pb.GenerationStart(
-            text=MARK, sampling=pb.SamplingParams(max_tokens=4000), output=pb.OutputOptions(logprobs=20)
+            ref=1, text=MARK, sampling=pb.SamplingParams(max_tokens=4000), output=pb.OutputOptions(logprobs=20)
         )
         await call.write(pb.GenerateRequest(start=request).SerializeToString())
         await until(lambda: service.engine.stats().decode_rows >= 2000)

@@ -79,7 +79,7 @@ async def test_streams_report_and_survive_a_worker_replacement(start_service, ne
     assert (await call.read()).heartbeat.state == pb.SERVICE_STATE_SERVING
     await call.write(begin(max_tokens=3))
     await call.done_writing()
-    assert [end.status.code for end in (await new_reading().read(call)).outcomes[0].finished] == [0]
+    assert [end.status.code for end in (await new_reading().read(call)).outcomes[1].finished] == [0]
 
 
 async def test_a_failed_worker_replacement_is_final_and_reported_on_streams(start_service, details_of):

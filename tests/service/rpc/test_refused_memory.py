@@ -153,7 +153,9 @@ class Sender:
 
 def message(method: str, start: pb.GenerationStart) -> bytes:
     kinds = {"Complete": pb.CompleteRequest, "GenerateOne": pb.GenerateOneRequest, "Generate": pb.GenerateRequest}
-    return kinds[method](start=start).SerializeToString()
+    request = kinds[method](start=start)
+    request.start.ref = 1
+    return request.SerializeToString()
 
 
 @pytest.mark.parametrize("num_refusals", [12, pytest.param(50, marks=pytest.mark.soak)])
@@ -189,6 +191,7 @@ async def test_a_stream_keeps_nothing_of_what_was_refused_on_it(service, held_by
     before = await sender.settled()
     calls = [service.generation.Generate(metadata=(("authorization", "any"),)) for _ in range(8)]
     frame = pb.GenerateRequest(start=REFUSED["a text that is too long"][1])
+    frame.start.ref = 1
     for call in calls:
         await call.write(frame)
         while not (await call.read()).finished:
@@ -209,7 +212,7 @@ PROMPTS = {
     "EmbeddingService/Embed": pb.EmbedRequest(inputs=[pb.EmbedInput(text=TEXT)]),
     "GenerationService/Complete": pb.CompleteRequest(start=start()),
     "GenerationService/GenerateOne": pb.GenerateOneRequest(start=start()),
-    "GenerationService/Generate": pb.GenerateRequest(start=start()),
+    "GenerationService/Generate": pb.GenerateRequest(start=start(ref=1)),
 }
 """What a method refuses for what it holds."""
 

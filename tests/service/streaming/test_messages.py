@@ -51,9 +51,9 @@ async def test_a_prediction_counts_from_arrival(start_service, new_reading, monk
         submit(request)
 
     monkeypatch.setattr(service.engine, "submit", with_prediction)
-    frame = pb.GenerateRequest(start=pb.GenerationStart(text="x", sampling=pb.SamplingParams(max_tokens=1)))
+    frame = pb.GenerateRequest(start=pb.GenerationStart(ref=1, text="x", sampling=pb.SamplingParams(max_tokens=1)))
     reading = await new_reading().read(service.generation.Generate(iter([frame])))
-    [accepted] = reading.outcomes[0].accepted
+    [accepted] = reading.outcomes[1].accepted
     assert accepted.HasField("predicted_ttft_ms") == (predicted_ttft_s is not None)
     if predicted_ttft_s == 1.5:
         assert 11_500 <= accepted.predicted_ttft_ms < 20_000

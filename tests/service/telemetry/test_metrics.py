@@ -231,16 +231,16 @@ async def test_live_requests_of_all_tenants_count_under_a_bounded_number_of_labe
     executor = FakeExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"), seconds_per_step=0.002)
     service = await start_service(executor, metrics_listen="127.0.0.1:0", authenticator=Proxy())
 
-    def of(tenant, ref=0, max_tokens=3000):
+    def of(tenant, ref=1, max_tokens=3000):
         request = start(max_tokens=max_tokens, ignore_eos=True)
         request.tenant, request.ref = tenant, ref
         return request
 
     await service.generation.Complete(pb.CompleteRequest(start=of("first", max_tokens=1)))
     tenants = ["first", *[f"tenant-{number % 100}" for number in range(200)]]  # each of the others is busier
-    frames = [pb.GenerateRequest(start=of(tenant, ref)) for ref, tenant in enumerate(tenants)]
+    frames = [pb.GenerateRequest(start=of(tenant, ref)) for ref, tenant in enumerate(tenants, 1)]
     call = service.generation.Generate(iter(frames))
-    await new_reading().read_until(call, lambda reading: all(reading.outcomes[ref].accepted for ref in range(201)))
+    await new_reading().read_until(call, lambda reading: all(reading.outcomes[ref].accepted for ref in range(1, 202)))
     for _ in range(2):
         samples = await samples_of(service)
         live = {dict(labels)["tenant"]: value for (name, labels), value in samples.items() if name == TENANT_LIVE}

@@ -56,7 +56,7 @@ def headers(stream: int, method: str, flags: int = END_HEADERS, more: Mapping[st
     return frame(HEADERS, block, stream, flags)
 
 
-def message(rng: random.Random, ref: int = 0) -> bytes:
+def message(rng: random.Random, ref: int = 1) -> bytes:
     """A request that goes on for longer than the connection."""
     sampling = pb.SamplingParams(max_tokens=rng.choice((5, 4000)), ignore_eos=True)
     start = pb.GenerationStart(

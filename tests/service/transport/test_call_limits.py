@@ -293,7 +293,7 @@ async def test_calls_without_a_key_that_last_give_way(start_service, monkeypatch
 ANSWERED = {
     COMPLETE: pb.CompleteRequest(start=pb.GenerationStart(text="hi", sampling=pb.SamplingParams(max_tokens=5))),
     GENERATE_ONE: pb.GenerateOneRequest(start=pb.GenerationStart(text="hi", sampling=pb.SamplingParams(max_tokens=5))),
-    GENERATE: pb.GenerateRequest(start=pb.GenerationStart(text="hi", sampling=pb.SamplingParams(max_tokens=5))),
+    GENERATE: pb.GenerateRequest(start=pb.GenerationStart(ref=1, text="hi", sampling=pb.SamplingParams(max_tokens=5))),
     GET_MODEL: pb.GetModelRequest(),
     DETOKENIZE: pb.DetokenizeRequest(token_ids=[97] * 1000),
     CHECK: health_pb2.HealthCheckRequest(),
