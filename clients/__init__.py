@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.clients.channel import Tls
     from penstock.clients.classification import Classes, Scores
-    from penstock.clients.client import AsyncClient, RequestStream
+    from penstock.clients.client import AsyncClient
     from penstock.clients.embeddings import Embeddings
     from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed, StreamBroken, Unreachable
     from penstock.clients.events import (
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Injected,
         PromptLogprobs,
     )
+    from penstock.clients.request_stream import RequestStream
     from penstock.clients.sync_client import Client, SyncRequestStream
 
 __all__ = [

@@ -25,10 +25,11 @@ from penstock.clients.classification import (
 )
 from penstock.clients.embeddings import Embeddings, EmbedOptions, Input, build_embed_request
 from penstock.clients.errors import PenstockError, RequestFailed, failure_from_call
-from penstock.clients.events import Completion, Delta, Event, Finished, collect
+from penstock.clients.events import Completion, Delta
 from penstock.clients.health import is_serving
-from penstock.clients.requests import Options, Prompt, build_append, build_start, build_update
-from penstock.clients.stream import GenerateStream, Mailbox
+from penstock.clients.request_stream import RequestStream, only_deltas
+from penstock.clients.requests import Options, Prompt, build_start
+from penstock.clients.stream import GenerateStream
 from penstock.v1 import (
     DetokenizeRequest,
     RenderChatRequest,
@@ -44,155 +45,6 @@ from penstock.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 T = TypeVar("T")
 
 _UNARY_SECONDS = 60.0
-_DEADLINE_GRACE_SECONDS = 5.0
-
-
-class RequestStream:
-    """One request, from its start to its end, as events.
-
-    It starts with ``async with`` or with the first event that is awaited. Leaving ``async with`` or the loop before the
-    end cancels it. A request that fails raises RequestFailed from the loop, after the events that came before.
-    """
-
-    def __init__(self, open_stream: Callable[[], GenerateStream], start: pb.GenerationStart) -> None:
-        self._open_stream = open_stream
-        self._start = start
-        self._carrier: GenerateStream | None = None
-        self._mailbox = Mailbox()
-        self._ref = 0
-        self._ended = False
-        self._cancelled = False
-        self._give_up_at: float | None = None
-        self._limit: asyncio.Timeout | None = None
-        """Enforces ``_give_up_at`` while events are awaited."""
-
-    async def __aenter__(self) -> Self:
-        self._begin()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        self.leave()
-
-    async def __aiter__(self) -> AsyncIterator[Event]:
-        try:
-            while events := await self.take():
-                for event in events:
-                    yield event
-        finally:
-            self.leave()
-
-    @property
-    def request_id(self) -> str:
-        """The service's id of the request; empty until it is accepted."""
-        return self._mailbox.request_id
-
-    async def take(self) -> list[Event]:
-        """Waits for events and returns all since the last call. Returns an empty list once the request has ended."""
-        return await self._receive(rest=False)
-
-    async def completion(self) -> Completion:
-        """Collects the remaining events into a ``Completion``."""
-        events: list[Event] = []
-        while more := await self._receive(rest=True):
-            events += more
-        if not events:
-            raise PenstockError("the request has ended, and its events were taken already")
-        return collect(events, max(1, self._start.sampling.n))
-
-    def cancel(self) -> None:
-        """Requests an early end. Events continue until ``Finished``, which has the usage so far."""
-        self._cancelled = True
-        if self._carrier is not None:
-            self._carrier.cancel(self._ref)
-
-    def update(
-        self, *, timeout: float | None = None, priority: int | None = None, max_tokens: int | None = None
-    ) -> None:
-        """Changes the request while it runs; ``timeout`` is in seconds from now. If the service refuses, nothing
-        changes, and a ``FrameRefused`` is among the events. Raises InvalidOption."""
-        update = build_update(timeout, priority, max_tokens)
-        if self._carrier is None:
-            self._amend(update)
-        elif not self._ended:
-            self._carrier.update(self._ref, update)
-            if update.HasField("timeout_ms"):
-                self._expect_end_within(update.timeout_ms / 1000)
-
-    def append(self, content: Prompt, *, replace_from: int | None = None) -> None:
-        """Adds to the open prompt of the request, which ``open_prompt`` begins: the content is its next piece, or takes
-        the place of the pieces from number ``replace_from`` on. After ``commit``, the content is injected into the
-        output, and an ``Injected`` is among the events. If the service refuses, nothing changes, and a ``FrameRefused``
-        is among the events. Raises InvalidOption."""
-        append = build_append(content, replace_from)
-        self._begin()
-        if self._carrier is not None and not self._ended:
-            self._carrier.append(self._ref, append)
-
-    def commit(self) -> None:
-        """Ends the open prompt: the output begins."""
-        self._begin()
-        if self._carrier is not None and not self._ended:
-            self._carrier.commit(self._ref)
-
-    def leave(self) -> None:
-        """Cancels the request, if it has not ended, and takes no more of its events. Safe to call twice."""
-        if not self._ended:
-            self._ended = True
-            self._mailbox.abandoned = True
-            self.cancel()
-
-    def _begin(self) -> None:
-        if self._carrier is None and not self._ended:
-            self._carrier = self._open_stream()
-            self._ref = self._carrier.carry(self._start, self._mailbox)
-            if self._cancelled:
-                self._carrier.cancel(self._ref)
-            if self._start.HasField("timeout_ms"):
-                self._expect_end_within(self._start.timeout_ms / 1000)
-
-    def _amend(self, update: pb.GenerationUpdate) -> None:
-        """Changes the start message, before it is sent."""
-        if update.HasField("priority"):
-            self._start.priority = update.priority
-        if update.HasField("max_tokens"):
-            self._start.sampling.max_tokens = update.max_tokens
-        if update.HasField("timeout_ms"):
-            self._start.timeout_ms = update.timeout_ms
-
-    def _expect_end_within(self, seconds: float) -> None:
-        """Limits the wait if the service does not respond at all; otherwise the service enforces the deadline."""
-        self._give_up_at = asyncio.get_running_loop().time() + seconds + _DEADLINE_GRACE_SECONDS
-        if self._limit is not None and not self._limit.expired():
-            self._limit.reschedule(self._give_up_at)
-
-    async def _receive(self, *, rest: bool) -> list[Event]:
-        if self._ended:
-            return []
-        self._begin()
-        try:
-            async with asyncio.timeout_at(self._give_up_at) as self._limit:
-                events = await self._mailbox.take_event(rest=rest)
-        except TimeoutError:
-            self.leave()
-            failure = RequestFailed(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed without a response")
-            failure.request_id = self.request_id
-            raise failure from None
-        except RequestFailed as failure:
-            self._ended = True
-            if self._cancelled and failure.code is grpc.StatusCode.CANCELLED and failure.finished is not None:
-                return [failure.finished]
-            raise
-        finally:
-            self._limit = None
-        self._ended = isinstance(events[-1], Finished)
-        return events
-
-
-async def _deltas(request: RequestStream) -> AsyncIterator[Delta]:
-    async with request:
-        async for event in request:
-            if isinstance(event, Delta):
-                yield event
 
 
 class AsyncClient:
@@ -232,7 +84,7 @@ class AsyncClient:
         self, prompt: Prompt = "", *, timeout: float | None = None, **options: Unpack[Options]
     ) -> RequestStream:
         """Returns a request whose prompt arrives in pieces: ``append`` each, then ``commit``. The service computes them
-        as they arrive. Without ``prompt``, piece 0 is an empty text, or none if the first piece is of another kind."""
+        as they arrive. Without ``prompt``, piece 0 is empty."""
         start = build_start(prompt, options, timeout)
         start.open = True
         if prompt == "":
@@ -247,7 +99,7 @@ class AsyncClient:
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncIterator[Delta]:
         """Yields only the output, as it arrives. Leaving the loop cancels the request."""
-        return _deltas(self.generate(prompt, timeout=timeout, **options))
+        return only_deltas(self.generate(prompt, timeout=timeout, **options))
 
     async def complete(
         self,
@@ -315,6 +167,25 @@ class AsyncClient:
             token = page.next_page_token
             if not token:
                 return found
+
+    async def prefetch(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - the service keeps it
+        **options: Unpack[Options],
+    ) -> int:
+        """Computes a prompt that is expected soon and retains its KV (``retain_ms``). Returns the number of its tokens
+        that were not in the prefix cache."""
+        request = pb.PrefetchRequest(start=build_start(prompt, options))
+        answer = await self._unary(GenerationServiceStub(self._channel()).Prefetch, request, timeout)
+        return answer.prompt_tokens - answer.cached_tokens
+
+    async def release(self, request_ids: Sequence[str], *, tenant: str = "") -> list[str]:
+        """Gives up the contexts of ended requests, which cannot be continued any more. Returns the ids for which the
+        service keeps none."""
+        request = pb.ReleaseRequest(request_ids=request_ids, tenant=tenant)
+        return list((await self._unary(GenerationServiceStub(self._channel()).Release, request)).unknown_request_ids)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text, the same as in a prompt."""

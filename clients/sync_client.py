@@ -16,10 +16,11 @@ from typing import Self, TypeVar, Unpack
 from penstock.clients.channel import DEFAULT_TARGET, Tls
 from penstock.clients.chat_messages import ChatMessage, ChatOptions
 from penstock.clients.classification import Classes, ClassifyOptions, ScoreOptions, Scores
-from penstock.clients.client import AsyncClient, RequestStream
+from penstock.clients.client import AsyncClient
 from penstock.clients.embeddings import Embeddings, EmbedOptions, Input
 from penstock.clients.errors import PenstockError
 from penstock.clients.events import Completion, Delta, Event
+from penstock.clients.request_stream import RequestStream
 from penstock.clients.requests import Options, Prompt
 from penstock.v1 import Model, RenderChatResponse
 
@@ -202,6 +203,14 @@ class Client:
     def models(self) -> list[Model]:
         """Returns all served models."""
         return self._thread.run(self._client.models())
+
+    def prefetch(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> int:
+        """Computes a prompt that is expected soon. See ``AsyncClient.prefetch``."""
+        return self._thread.run(self._client.prefetch(prompt, timeout=timeout, **options))
+
+    def release(self, request_ids: Sequence[str], *, tenant: str = "") -> list[str]:
+        """Gives up the contexts of ended requests. See ``AsyncClient.release``."""
+        return self._thread.run(self._client.release(request_ids, tenant=tenant))
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text, the same as in a prompt."""

@@ -90,6 +90,8 @@ class ServeReplica:
         return forward_stream(GenerationServiceStub(self._channel).Generate, requests, grpc_context)
 
     Complete = _unary(GenerationServiceStub, "Complete", pb.CompleteResponse)
+    Prefetch = _unary(GenerationServiceStub, "Prefetch", pb.PrefetchResponse)
+    Release = _unary(GenerationServiceStub, "Release", pb.ReleaseResponse)
     Classify = _unary(ClassificationServiceStub, "Classify", pb.ClassifyResponse)
     Score = _unary(ClassificationServiceStub, "Score", pb.ScoreResponse)
     Embed = _unary(EmbeddingServiceStub, "Embed", pb.EmbedResponse)

@@ -172,6 +172,11 @@ class Engine:
         """Drops every cached block that is not held; returns their number."""
         return 0 if self._scheduler is None else self._scheduler.kv.flush()
 
+    def release(self, block_hashes: Sequence[bytes], tenant: str) -> None:
+        """Gives up the KV that is retained for a tenant under these hashes. Running requests keep theirs."""
+        if self._scheduler is not None:
+            self._scheduler.release(block_hashes, tenant)
+
     def explain(self, request_id: str) -> Timeline | None:
         return None if self._scheduler is None else self._scheduler.explain(request_id)
 

@@ -149,6 +149,10 @@ class Scheduler:
         else:
             live.timeline.released()
 
+    def release(self, block_hashes: Sequence[bytes], tenant: str) -> None:
+        """Gives up the KV that is retained for a tenant under these hashes."""
+        self.kv.pool.give_up(reversed(block_hashes), tenant)
+
     def explain(self, request_id: str) -> Timeline | None:
         """Returns the timeline of a request that is alive or ended recently."""
         live = self.requests.get(request_id)

@@ -130,12 +130,17 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         checks_grammars_soon=True,
     )
     worker = replace(_worker_config(config, path, tokenizer, facts, machine), speculation=speculation)
+    return Prepared(server, worker, load_tokenizer, *_http_processes(config, addresses), resources.pop_all())
+
+
+def _http_processes(config: ServeConfig, addresses: "_Addresses") -> tuple[HttpProcess | None, HttpProcess | None]:
+    """Returns the gateway and the status page; None: not served."""
     http = status_page = None
     if addresses.http is not None:
         http = HttpProcess(addresses.http, http_options(config))
     if addresses.status_page is not None:
         status_page = HttpProcess(addresses.status_page, status_page_options(config), serves=STATUS_PAGE)
-    return Prepared(server, worker, load_tokenizer, http, status_page, resources.pop_all())
+    return http, status_page
 
 
 class _Addresses(NamedTuple):

@@ -178,6 +178,8 @@ ACCESS: Mapping[str, Access] = {
     "/penstock.v1.GenerationService/Complete": Access.CALLERS,
     "/penstock.v1.GenerationService/Generate": Access.CALLERS,
     "/penstock.v1.GenerationService/GenerateOne": Access.CALLERS,
+    "/penstock.v1.GenerationService/Prefetch": Access.CALLERS,
+    "/penstock.v1.GenerationService/Release": Access.CALLERS,
     "/penstock.v1.ModelService/GetModel": Access.CALLERS,
     "/penstock.v1.ModelService/ListModels": Access.CALLERS,
     "/penstock.v1.TokenizerService/DescribeTokens": Access.CALLERS,

@@ -221,6 +221,8 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "replace_from": _UINT32,
     },
     "GenerationCommit": {"ref": _UINT32},
+    "PrefetchRequest": {"start": Nested(required=True)},
+    "ReleaseRequest": {"request_ids": Items(1000, _REQUEST_ID, required=True), "tenant": _TENANT},
     "EmbedRequest": {
         "model": _MODEL,
         "inputs": Items(2048, Nested(), required=True),

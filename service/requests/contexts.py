@@ -7,8 +7,9 @@ blocks are no longer in the KV cache, the tokens are computed again.
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from penstock.scheduler.request import Context
 
@@ -50,6 +51,9 @@ class TenantContexts:
     def put(self, request_id: str, kept: StoredContext, wanted: bool) -> None:
         (self._wanted if wanted else self._ordinary)[request_id] = kept
         self.num_tokens += len(kept.token_ids)
+
+    def values(self) -> Iterator[StoredContext]:
+        return chain(self._ordinary.values(), self._wanted.values())
 
     def touch(self, request_id: str) -> None:
         self._group(request_id).move_to_end(request_id)
@@ -116,6 +120,18 @@ class ContextStore:
         self._tenants.move_to_end(tenant)
         return kept
 
+    def release(self, request_id: str, tenant: str) -> list[bytes] | None:
+        """Drops a context of this tenant. Returns the hashes of its blocks that no other context of the tenant has;
+        None if there is no such context."""
+        self._expire()
+        kept = self._by_age.get(request_id)
+        if kept is None or kept.tenant != tenant:
+            return None
+        self._drop(request_id)
+        others = self._tenants[tenant].values() if tenant in self._tenants else ()
+        num_shared = max((_num_common(kept.hashes, other.hashes) for other in others), default=0)
+        return kept.unpacked().block_hashes[num_shared:]
+
     def _expire(self) -> None:
         oldest = self._clock() - self.ttl_s
         while self._by_age and self._by_age[request_id := next(iter(self._by_age))].since <= oldest:
@@ -137,3 +153,14 @@ class ContextStore:
         self.num_tokens -= len(kept.token_ids)
         if not tenant_contexts:
             del self._tenants[kept.tenant]
+
+
+def _num_common(first: bytes, second: bytes) -> int:
+    """Returns how many hashes at the beginning of two contexts are the same: each hash covers all tokens before it, so
+    once they differ, all that follow do."""
+    low, high = 0, min(len(first), len(second)) // HASH_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        at = slice((middle - 1) * HASH_BYTES, middle * HASH_BYTES)
+        low, high = (middle, high) if first[at] == second[at] else (low, middle - 1)
+    return low

@@ -10,7 +10,7 @@ from dataclasses import replace
 import penstock.v1 as pb
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.request import EngineFinishReason, Event, Refused, Request, RequestFinished
-from penstock.service.errors import from_refusal
+from penstock.service.errors import Reason, ServiceError, from_refusal
 from penstock.service.requests.contexts import ContextStore
 from penstock.service.requests.generate import Origin, RequestBuilder
 from penstock.service.text.detokenizer import IdsOnly
@@ -18,7 +18,7 @@ from penstock.service.text.detokenizer import IdsOnly
 _LAST_PRIORITY = 1000
 
 
-class WarmUp:
+class PrefixWarmer:
     """Runs warm-ups on one engine."""
 
     def __init__(self, engine: Engine, request_builder: RequestBuilder, contexts: ContextStore) -> None:
@@ -26,7 +26,9 @@ class WarmUp:
         self._request_builder = request_builder
         self._contexts = contexts
 
-    async def prepare(self, start: pb.GenerationStart, request_id: str, tenant: str) -> Request:
+    async def prepare(
+        self, start: pb.GenerationStart, request_id: str, tenant: str, deadline: float | None = None
+    ) -> Request:
         """Returns the request that computes the prompt of ``start``, and nothing else of it. Raises ServiceError."""
         only = pb.GenerationStart(continue_from=start.continue_from, sampling=pb.SamplingParams(max_tokens=1))
         kind = start.WhichOneof("prompt")
@@ -39,24 +41,26 @@ class WarmUp:
             only.chat.add_generation_prompt = False
             only.chat.continue_final_message = False
         self._request_builder.check(only)
-        context = self._contexts.find(start.continue_from, tenant) if start.continue_from else None
-        origin = Origin(request_id, tenant, time.monotonic())
+        context = None
+        if start.continue_from and (context := self._contexts.find(start.continue_from, tenant)) is None:
+            raise ServiceError(Reason.CONTEXT_NOT_FOUND, field="continue_from")
+        origin = Origin(request_id, tenant, time.monotonic(), deadline)
         request = await self._request_builder.prepare(only, origin, lambda _: None, context=context)
         return replace(request, make_text=IdsOnly, priority=_LAST_PRIORITY, max_drafts=0, is_warm_up=True)
 
-    async def run(self, request: Request, retain_s: float) -> None:
+    async def run(self, request: Request, retain_s: float) -> RequestFinished:
         """Runs a request of ``prepare`` to its end, and retains its KV. Raises ServiceError if it is refused."""
-        ended = asyncio.Event()
+        ended: asyncio.Future[RequestFinished] = asyncio.get_running_loop().create_future()
 
         def on_event(event: Event) -> None:
-            if isinstance(event, RequestFinished):
-                ended.set()
+            if isinstance(event, RequestFinished) and not ended.done():
+                ended.set_result(event)
 
         try:
             self._engine.submit(replace(request, sink=on_event, retain_s=retain_s))
-            await ended.wait()
+            return await ended
         except Refused as error:
             raise from_refusal(error) from None
         finally:
-            if not ended.is_set():
+            if not ended.done() or ended.cancelled():
                 self._engine.abort(request.request_id, EngineFinishReason.CANCELLED)

@@ -6,20 +6,23 @@ ends, for any reason, all live requests of its stream end too.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
 import grpc
 
 import penstock.v1 as pb
+from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.request import EngineFinishReason, PromptLogprobsChunk, SequenceDelta
 from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
-from penstock.service.errors import Reason, ServiceError, StatusError, invalid, with_finished
+from penstock.service.errors import Reason, ServiceError, StatusError, ending_status, invalid, with_finished
 from penstock.service.requests.generate import ResponseMode
 from penstock.service.requests.lifecycle import RequestContext, RequestLifecycle
-from penstock.service.rpc.generate_stream import GenerateStream
+from penstock.service.rpc.frame_dispatcher import FrameDispatcher
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
 from penstock.service.streaming.messages import (
@@ -63,7 +66,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """Serves many requests, until the client half-closes and the last request has ended."""
         await context.send_initial_metadata(())
         outbox = self._new_outbox(context.write, stream_message, lambda held: stream.hold(held))  # noqa: PLW0108
-        stream = GenerateStream(self.new_request, outbox, self._validator)
+        stream = FrameDispatcher(self.new_request, outbox, self._validator)
         self._outboxes.add(outbox)
         outbox.begin_beats()
         reader = asyncio.create_task(stream.read(request_iterator))
@@ -119,6 +122,40 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             return response
         # The status must contain the usage, which is billed: there is no other message for it.
         raise StatusError(with_finished(live.status, response.finished) if live.was_accepted else live.status)
+
+    async def Prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchResponse:
+        start = _required(request)
+        self._validator.check(request)
+        tenant, warm_up = self._charged_tenant(start.tenant), self._request_context.open_prompts.warm_up
+        time_left_s = context.time_remaining()
+        deadline = None if time_left_s is None else time.monotonic() + time_left_s
+        prepared = await warm_up.prepare(start, current_request_id.get(), tenant, deadline)
+        retain_s = start.retain_ms / 1000 if start.HasField("retain_ms") else self._request_context.open_prompts.ttl_s
+        retain_s = min(retain_s, self._request_context.conversations.ttl_s)
+        finished = await warm_up.run(replace(prepared, is_warm_up=False), retain_s)
+        status = ending_status(finished.reason, finished.message, prepared.request_id)
+        if status.code:
+            raise StatusError(status)
+        return pb.PrefetchResponse(
+            prompt_tokens=finished.usage.prompt_tokens, cached_tokens=finished.usage.cached_tokens
+        )
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+        self._validator.check(request)
+        tenant = self._charged_tenant(request.tenant)
+        unknown: list[str] = []
+        for request_id in request.request_ids:
+            hashes = self._request_context.conversations.release(request_id, tenant)
+            if hashes is None:
+                unknown.append(request_id)
+            else:
+                self._request_context.engine.release(hashes, tenant)
+        return pb.ReleaseResponse(unknown_request_ids=unknown)
+
+    def _charged_tenant(self, named: str) -> str:
+        tenant = current_principal.get().tenant_for(named)
+        self._request_context.engine.charge(tenant, Rated.REQUEST)
+        return tenant
 
     def new_request(
         self,
@@ -213,7 +250,7 @@ class _WholeAnswer:
             self.whole.set_exception(error)
 
 
-def _required(request: pb.GenerateOneRequest | pb.CompleteRequest) -> pb.GenerationStart:
+def _required(request: pb.GenerateOneRequest | pb.CompleteRequest | pb.PrefetchRequest) -> pb.GenerationStart:
     if not request.HasField("start"):
         raise invalid("start", "is required")
     if request.start.open:

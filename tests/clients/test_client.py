@@ -279,7 +279,7 @@ async def test_a_slow_consumer_loses_nothing_buffers_little_and_delays_no_others
 
 
 async def test_the_deadline_travels_and_a_silent_service_is_given_up(client, service, monkeypatch):
-    monkeypatch.setattr("penstock.clients.client._DEADLINE_GRACE_SECONDS", 0.02)
+    monkeypatch.setattr("penstock.clients.request_stream._DEADLINE_GRACE_SECONDS", 0.02)
     with pytest.raises(RequestFailed, match="without a response") as caught:
         await client.complete("silent", timeout=0.03)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -13,9 +13,9 @@ import pytest
 import waiting
 import yaml
 from fake_service import NOT_SERVING, FakeService
-from http_get import fetch
 from monitoring.prometheus_server import until
 from serve_process import serving, target_of
+from wire.http_get import fetch
 
 from penstock.clients import AsyncClient, Delta, PenstockError
 from penstock.clients.chat_messages import ChatMessage

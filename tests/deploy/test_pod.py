@@ -16,8 +16,8 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from http_get import fetch
 from serve_process import PENSTOCK, serving, target_of
+from wire.http_get import fetch
 
 from penstock.service.config.addresses import LIVE_PATH, READY_PATH
 from penstock.service.config.command_line import PREFIX

@@ -26,8 +26,8 @@ import httpx
 import pytest
 import tokenizers
 from fastapi import FastAPI
-from http_get import plain_client
 from tokenizers import decoders, models, pre_tokenizers
+from wire.http_get import plain_client
 
 from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.gateway.server.app import create_app

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 from google.rpc import error_details_pb2, status_pb2
 from tokenizers import decoders, models, pre_tokenizers
+from wire.frames import Stream
 
 import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
@@ -214,6 +215,19 @@ def details_of() -> Callable[[Any], Details]:
         return found
 
     return details_of
+
+
+@pytest.fixture
+def open_frames(
+    start_service: StartService, new_reading: type[Reading], details_of: Callable[[Any], Details]
+) -> Callable[..., Awaitable[Stream]]:
+    """Starts a service and opens a Generate stream to it."""
+
+    async def open_frames(executor: FakeExecutor | None = None, *arguments: Any, **config: Any) -> Stream:
+        service = await start_service(executor or FakeExecutor(vocab_size=258), *arguments, **config)
+        return Stream(service, new_reading(), details_of)
+
+    return open_frames
 
 
 class Issuer:

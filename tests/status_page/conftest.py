@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from http_get import plain_client
 from starlette.applications import Starlette
+from wire.http_get import plain_client
 
 import penstock.v1 as pb
 from penstock.clients.cli.options import ConnectionOptions

@@ -186,6 +186,12 @@ class FakeService(
     async def Complete(self, request, context):
         raise NotImplementedError
 
+    async def Prefetch(self, request, context):
+        raise NotImplementedError
+
+    async def Release(self, request, context):
+        raise NotImplementedError
+
     async def GetModel(self, request, context):
         if self.key and dict(context.invocation_metadata()).get("authorization") != f"Bearer {self.key}":
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid API key")

@@ -54,6 +54,16 @@ class GenerationServiceStub(object):
                 request_serializer=penstock_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Prefetch = channel.unary_unary(
+                '/penstock.v1.GenerationService/Prefetch',
+                request_serializer=penstock_dot_v1_dot_generation__pb2.PrefetchRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_generation__pb2.PrefetchResponse.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/penstock.v1.GenerationService/Release',
+                request_serializer=penstock_dot_v1_dot_generation__pb2.ReleaseRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_generation__pb2.ReleaseResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer(object):
@@ -94,6 +104,23 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prefetch(self, request, context):
+        """Computes the prompt of a request that is expected soon, and retains its KV: the request then finds it in the prefix
+        cache. Returns when it is computed. Runs after all other requests under the `priority` policy. The prompt counts
+        against the tenant's `tokens_per_minute`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """Gives up the contexts of requests that ended, such as branches that nobody will continue: they cannot be continued
+        any more, and their KV is the next to be evicted. Blocks that another context of the tenant shares stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +138,16 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=penstock_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Prefetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prefetch,
+                    request_deserializer=penstock_dot_v1_dot_generation__pb2.PrefetchRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_generation__pb2.PrefetchResponse.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=penstock_dot_v1_dot_generation__pb2.ReleaseRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_generation__pb2.ReleaseResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -199,6 +236,60 @@ class GenerationService(object):
             '/penstock.v1.GenerationService/Generate',
             penstock_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
             penstock_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prefetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.GenerationService/Prefetch',
+            penstock_dot_v1_dot_generation__pb2.PrefetchRequest.SerializeToString,
+            penstock_dot_v1_dot_generation__pb2.PrefetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.GenerationService/Release',
+            penstock_dot_v1_dot_generation__pb2.ReleaseRequest.SerializeToString,
+            penstock_dot_v1_dot_generation__pb2.ReleaseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,15 @@ class GenerationServiceStub:
     refused in `frames_refused`; the status of the call is only that of the stream. Half-close means "no more input,
     finish the rest": prompts that are still open are committed. A dropped stream aborts all its requests.
     """
+    Prefetch: _grpc.UnaryUnaryMultiCallable[_generation_pb2.PrefetchRequest, _generation_pb2.PrefetchResponse]
+    """Computes the prompt of a request that is expected soon, and retains its KV: the request then finds it in the prefix
+    cache. Returns when it is computed. Runs after all other requests under the `priority` policy. The prompt counts
+    against the tenant's `tokens_per_minute`.
+    """
+    Release: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ReleaseRequest, _generation_pb2.ReleaseResponse]
+    """Gives up the contexts of requests that ended, such as branches that nobody will continue: they cannot be continued
+    any more, and their KV is the next to be evicted. Blocks that another context of the tenant shares stay.
+    """
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
@@ -82,6 +91,15 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """Carries many requests at once. The failure of a request is reported in band, in its `finished`, and a frame that is
     refused in `frames_refused`; the status of the call is only that of the stream. Half-close means "no more input,
     finish the rest": prompts that are still open are committed. A dropped stream aborts all its requests.
+    """
+    Prefetch: _aio.UnaryUnaryMultiCallable[_generation_pb2.PrefetchRequest, _generation_pb2.PrefetchResponse]  # type: ignore[assignment]
+    """Computes the prompt of a request that is expected soon, and retains its KV: the request then finds it in the prefix
+    cache. Returns when it is computed. Runs after all other requests under the `priority` policy. The prompt counts
+    against the tenant's `tokens_per_minute`.
+    """
+    Release: _aio.UnaryUnaryMultiCallable[_generation_pb2.ReleaseRequest, _generation_pb2.ReleaseResponse]  # type: ignore[assignment]
+    """Gives up the contexts of requests that ended, such as branches that nobody will continue: they cannot be continued
+    any more, and their KV is the next to be evicted. Blocks that another context of the tenant shares stay.
     """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -125,6 +143,27 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         """Carries many requests at once. The failure of a request is reported in band, in its `finished`, and a frame that is
         refused in `frames_refused`; the status of the call is only that of the stream. Half-close means "no more input,
         finish the rest": prompts that are still open are committed. A dropped stream aborts all its requests.
+        """
+
+    @_abc_1.abstractmethod
+    def Prefetch(
+        self,
+        request: _generation_pb2.PrefetchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.PrefetchResponse, _abc.Awaitable[_generation_pb2.PrefetchResponse]]:
+        """Computes the prompt of a request that is expected soon, and retains its KV: the request then finds it in the prefix
+        cache. Returns when it is computed. Runs after all other requests under the `priority` policy. The prompt counts
+        against the tenant's `tokens_per_minute`.
+        """
+
+    @_abc_1.abstractmethod
+    def Release(
+        self,
+        request: _generation_pb2.ReleaseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.ReleaseResponse, _abc.Awaitable[_generation_pb2.ReleaseResponse]]:
+        """Gives up the contexts of requests that ended, such as branches that nobody will continue: they cannot be continued
+        any more, and their KV is the next to be evicted. Blocks that another context of the tenant shares stay.
         """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -15,8 +15,8 @@ import grpc
 import httpx
 import psutil
 import pytest
-from http_get import fetch
 from waiting import until, wait_until
+from wire.http_get import fetch
 
 import penstock.v1 as pb
 from penstock.clients import AsyncClient

@@ -4,8 +4,8 @@ import contextlib
 import json
 
 import pytest
-from raw_http import connected
 from waiting import until
+from wire.raw_http import connected
 
 from penstock.clients.gateway.server.connection import _MAX_HEAD_BYTES
 

@@ -7,8 +7,8 @@ import hashlib
 import json
 
 import pytest
-from raw_http import connected
 from waiting import until
+from wire.raw_http import connected
 
 from penstock.clients.gateway.routes.caller_route import _end_soon
 from penstock.clients.gateway.schemas.common import SamplingBody

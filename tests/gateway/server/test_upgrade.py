@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from raw_http import connected
+from wire.raw_http import connected
 
 COMPLETIONS = "/v1/completions"
 BODY = json.dumps({"prompt": "a", "max_tokens": 2, "ignore_eos": True}).encode()

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from http_get import fetch
 from hypothesis import given, strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+from wire.http_get import fetch
 
 import penstock.v1 as pb
 from penstock.scheduler.request import EngineFinishReason, RequestFinished, RequestTimings, TokenUsage

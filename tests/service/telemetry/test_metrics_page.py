@@ -9,9 +9,9 @@ import urllib.error
 from contextlib import suppress
 
 import pytest
-from http_get import fetch
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from waiting import until
+from wire.http_get import fetch
 
 from penstock.service.config.addresses import Address, ListenError, metrics_address
 from penstock.service.telemetry import collector as metrics_reader, prometheus as metrics_page

@@ -6,9 +6,9 @@ import threading
 import urllib.error
 
 import pytest
-from http_get import fetch
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from waiting import until
+from wire.http_get import fetch
 
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.testing.fake_executor import FakeExecutor

@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from http_get import fetch
 from monitoring.prometheus_server import running_prometheus, skip_without
+from wire.http_get import fetch
 
 import penstock.v1 as pb
 from penstock.scheduler.plan import DraftMethod, SpeculationConfig

@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 from grpc_health.v1 import health_pb2
 from memory import held_bytes_counter
-from raw_http2 import raw_client
 from waiting import until
+from wire.raw_http2 import raw_client
 
 import penstock.v1 as pb
 from penstock.scheduler.testing.fake_executor import FakeExecutor

@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack, closing, suppress
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from raw_http2 import raw_client
 from waiting import until
+from wire.raw_http2 import raw_client
 
 import penstock.v1 as pb
 from penstock.service.auth.identity import BearerAuthenticator, Principal

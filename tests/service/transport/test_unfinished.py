@@ -5,8 +5,8 @@ import struct
 from contextlib import AsyncExitStack
 
 import pytest
-from raw_http2 import raw_client
 from waiting import until
+from wire.raw_http2 import raw_client
 
 import penstock.v1 as pb
 from penstock.service.auth.identity import BearerAuthenticator, Principal

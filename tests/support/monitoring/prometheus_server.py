@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from http_get import fetch
+from wire.http_get import fetch
 
 _PAUSE_S = 0.1
 _LISTENS = re.compile(r'msg="Listening on" address=(\S+)')

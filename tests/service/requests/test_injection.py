@@ -1,0 +1,144 @@
+"""Tokens that are injected into outputs."""
+
+import asyncio
+
+import pytest
+from wire.frames import TEXT, append, begin, chat, commit, paced
+
+import penstock.v1 as pb
+from penstock.service.requests.generate import RequestBuilder
+from penstock.service.requests.injection import MAX_WAITING_INJECTIONS
+
+
+class TestInjection:
+    """Tokens in a running output: it goes on as a fresh request with the same history does."""
+
+    async def check(self, stream, prompt_ids, output, injected, ref=1):
+        """``injected``: the tokens of each injection."""
+        history = list(prompt_ids)
+        at = 0
+        for event, token_ids in zip(stream.injected, injected, strict=True):
+            assert (event.ref, event.injected_tokens) == (ref, len(token_ids))
+            history += [*output[at : event.output_tokens], *token_ids]
+            at = event.output_tokens
+        rest = output[at:]
+        fresh = await stream.whole(token_ids=pb.TokenIds(ids=history), max_tokens=len(rest))
+        assert rest == list(fresh.choices[0].token_ids)
+
+    @pytest.mark.parametrize("kind", ["text", "token_ids", "chat"])
+    async def test_the_output_goes_on_after_it(self, open_frames, kind):
+        stream = await open_frames(paced())
+        contents = {"text": " 42 ", "token_ids": pb.TokenIds(ids=[5, 6, 7]), "chat": chat("42")}
+        await stream.send(begin(text=TEXT, max_tokens=100))
+        await stream.until(lambda: len(stream.outcome().token_ids) > 10)
+        await stream.send(append(**{kind: contents[kind]}))
+        finished = await stream.finished()
+        assert finished.status.code == 0
+        [event] = stream.injected
+        assert event.output_tokens >= 10
+        output = stream.outcome().token_ids
+        assert len(output) == finished.usage.output_tokens == 100
+        assert finished.usage.prompt_tokens == len(TEXT) + event.injected_tokens
+        if kind != "chat":
+            ids = list(b" 42 ") if kind == "text" else [5, 6, 7]
+            await self.check(stream, TEXT.encode(), output, [ids])
+
+    async def test_deltas_before_it_are_in_earlier_messages(self, open_frames):
+        stream = await open_frames(paced())
+        await stream.send(begin(text=TEXT, max_tokens=60))
+        await stream.until(lambda: len(stream.outcome().token_ids) > 5)
+        await stream.send(append(text="42"))
+        await stream.finished()
+        num_before = 0
+        for message in stream.reading.messages:
+            if message.injected:
+                break
+            num_before += sum(len(delta.token_ids) for delta in message.deltas)
+        assert stream.injected[0].output_tokens == num_before
+
+    async def test_before_the_first_token(self, open_frames):
+        stream = await open_frames(paced(0.05))
+        await stream.send(begin(text=TEXT), append(text="42"))
+        finished = await stream.finished()
+        assert finished.status.code == 0
+        await self.check(stream, TEXT.encode(), stream.outcome().token_ids, [list(b"42")])
+
+    async def test_several_at_once(self, open_frames):
+        stream = await open_frames(paced())
+        await stream.send(begin(text=TEXT, max_tokens=80))
+        await stream.until(lambda: len(stream.outcome().token_ids) > 5)
+        await stream.send(append(text="a"), append(text="b"), append(text="c"))
+        await stream.finished()
+        assert sum(event.injected_tokens for event in stream.injected) == 3
+        letters = iter(b"abc")
+        merged = [[next(letters) for _ in range(event.injected_tokens)] for event in stream.injected]
+        await self.check(stream, TEXT.encode(), stream.outcome().token_ids, merged)
+
+    async def test_after_the_commit_of_an_open_prompt(self, open_frames):
+        stream = await open_frames(paced())
+        await stream.send(begin(open=True, text=TEXT, max_tokens=40), commit(), append(text="42"))
+        await stream.finished()
+        await self.check(stream, TEXT.encode(), stream.outcome().token_ids, [list(b"42")])
+
+    async def test_a_continued_conversation_contains_it(self, open_frames):
+        stream = await open_frames(paced())
+        await stream.send(begin(text=TEXT, max_tokens=30))
+        await stream.until(lambda: len(stream.outcome().token_ids) > 5)
+        await stream.send(append(text="42"))
+        finished = await stream.finished()
+        [event] = stream.injected
+        output = list(stream.outcome().token_ids)
+        history = [*TEXT.encode(), *output[: event.output_tokens], *b"42", *output[event.output_tokens :], *b"on"]
+        more = await stream.whole(text="on", continue_from=finished.request_id)
+        assert more.finished.usage.prompt_tokens == len(history)
+        whole = await stream.whole(token_ids=pb.TokenIds(ids=history))
+        assert more.choices[0].token_ids == whole.choices[0].token_ids
+
+    @pytest.mark.parametrize(
+        ("fields", "content", "reason"),
+        [
+            ({"sampling": pb.SamplingParams(n=2, max_tokens=50, ignore_eos=True)}, {"text": "x"}, "NOT_INJECTABLE"),
+            ({}, {"text": "x" * 4000}, "CONTEXT_LENGTH"),
+            ({}, {"text": "x" * 5000}, "CONTEXT_LENGTH"),
+            ({}, {"text": "x", "replace_from": 0}, "NOT_OPEN"),
+            ({}, {"token_ids": pb.TokenIds(ids=[258])}, "INVALID_FIELD"),
+            ({}, {"text": ""}, "INVALID_FIELD"),
+            ({}, {"chat": chat("x", role="nobody")}, "INVALID_FIELD"),
+        ],
+        ids=["choices", "no room", "longer than the context", "replacement", "no token", "empty", "no role"],
+    )
+    async def test_a_refused_one_changes_nothing(self, open_frames, fields, content, reason):
+        stream = await open_frames(paced())
+        await stream.send(begin(text=TEXT, max_tokens=50, **fields))
+        await stream.until(lambda: stream.outcome().deltas)
+        await stream.send(append(**content))
+        finished = await stream.finished()
+        assert stream.refused == [("APPEND", 1, reason)]
+        assert finished.status.code == 0
+        assert finished.usage.prompt_tokens == len(TEXT)
+
+    async def test_into_one_that_has_ended(self, open_frames):
+        stream = await open_frames()
+        await stream.send(begin(text=TEXT))
+        await stream.finished()
+        await stream.send(append(text="42"))
+        await stream.until(lambda: stream.refused)
+        assert stream.refused == [("APPEND", 1, "UNKNOWN_REF")]
+
+    async def test_too_many_at_once(self, open_frames, monkeypatch):
+        stream = await open_frames(paced())
+        await stream.send(begin(text=TEXT, max_tokens=400))
+        await stream.until(lambda: stream.outcome().deltas)
+        gate, prepare = asyncio.Event(), RequestBuilder.prepare_injection
+
+        async def slow(*arguments):
+            await gate.wait()
+            return await prepare(*arguments)
+
+        monkeypatch.setattr(RequestBuilder, "prepare_injection", slow)
+        await stream.send(*(append(text="x") for _ in range(MAX_WAITING_INJECTIONS + 3)))
+        await stream.until(lambda: len(stream.refused) == 3)
+        gate.set()
+        assert {refused[2] for refused in stream.refused} == {"PREPARATION_FULL"}
+        await stream.finished()
+        assert sum(event.injected_tokens for event in stream.injected) == MAX_WAITING_INJECTIONS

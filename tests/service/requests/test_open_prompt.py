@@ -1,0 +1,169 @@
+"""Prompts that arrive in pieces."""
+
+import asyncio
+import time
+
+import grpc
+import pytest
+from waiting import until
+from wire.frames import PIECES, TEXT, append, begin, chat, commit, paced
+
+import penstock.v1 as pb
+from penstock.scheduler.config import SchedulerConfig, TenantLimits
+from penstock.service.requests.open_prompt import MAX_OPEN_BYTES, OpenPromptBudget
+
+
+class TestOpenPrompt:
+    """A prompt in pieces is the same as the prompt at once."""
+
+    @pytest.mark.parametrize("first", [{}, {"text": PIECES[0]}], ids=["nothing at first", "a text at first"])
+    async def test_of_text(self, open_frames, first):
+        stream = await open_frames()
+        await stream.send(begin(open=True, **first))
+        await stream.send(*(append(text=piece) for piece in PIECES[len(first) :]), commit())
+        finished = await stream.finished()
+        whole = await stream.whole(text=TEXT)
+        assert finished.status.code == 0
+        assert stream.outcome().token_ids == whole.choices[0].token_ids
+        assert finished.usage.prompt_tokens == whole.finished.usage.prompt_tokens == len(TEXT)
+        assert not stream.refused
+
+    async def test_of_token_ids(self, open_frames):
+        stream = await open_frames()
+        ids = list(TEXT.encode())
+        await stream.send(begin(open=True, token_ids=pb.TokenIds(ids=ids[:50])))
+        await stream.send(append(token_ids=pb.TokenIds(ids=ids[50:51])), append(token_ids=pb.TokenIds(ids=ids[51:])))
+        await stream.send(commit())
+        assert (await stream.finished()).usage.prompt_tokens == len(ids)
+        assert stream.outcome().token_ids == (await stream.whole(token_ids=pb.TokenIds(ids=ids))).choices[0].token_ids
+
+    async def test_of_messages(self, open_frames):
+        stream = await open_frames()
+        await stream.send(begin(open=True, chat=chat("Be brief.", role="system")))
+        await stream.send(append(chat=chat("Hello")), append(chat=chat("Hi.", role="assistant")))
+        await stream.send(append(chat=chat("And now?")), commit())
+        await stream.finished()
+        messages = [*chat("Be brief.", role="system").messages, *chat("Hello").messages]
+        messages += [*chat("Hi.", role="assistant").messages, *chat("And now?").messages]
+        whole = await stream.whole(chat=pb.Chat(messages=messages))
+        assert stream.outcome().token_ids == whole.choices[0].token_ids
+
+    async def test_pieces_are_taken_back(self, open_frames):
+        stream = await open_frames()
+        await stream.send(begin(open=True, text="The cat"), append(text=" sad"), append(text=" on"))
+        await stream.send(append(text=" sat", replace_from=1), append(text=" down."))
+        await stream.send(append(text="!", replace_from=3), commit())
+        assert (await stream.finished()).usage.prompt_tokens == len("The cat sat down.!")
+        assert stream.outcome().token_ids == (await stream.whole(text="The cat sat down.!")).choices[0].token_ids
+
+    async def test_all_of_it_is_taken_back(self, open_frames):
+        stream = await open_frames()
+        await stream.send(begin(open=True, text="wrong"), append(text="right", replace_from=0), commit())
+        assert (await stream.finished()).usage.prompt_tokens == len("right")
+
+    async def test_half_close_commits(self, open_frames):
+        stream = await open_frames()
+        await stream.send(begin(open=True, text="The cat"), append(text=" sat"))
+        await stream.call.done_writing()
+        assert (await stream.finished()).usage.prompt_tokens == len("The cat sat")
+
+    async def test_what_has_arrived_is_computed_ahead(self, open_frames):
+        stream = await open_frames()
+        block = stream.service.engine.facts.block_size
+        await stream.send(begin(open=True))
+        for piece in PIECES:
+            before = stream.service.engine.counters.prefill_tokens
+            await stream.send(append(text=piece))
+            await until(lambda before=before: stream.service.engine.counters.prefill_tokens > before)
+        before = stream.service.engine.counters.prefill_tokens
+        await stream.send(commit())
+        finished = await stream.finished()
+        assert finished.usage.cached_tokens >= len(TEXT) - len(PIECES[-1]) - 2 * block
+        assert finished.usage.cached_tokens >= len(TEXT) - 4 * block
+        assert stream.service.engine.counters.prefill_tokens - before <= 4 * block
+
+    async def test_a_tenant_pays_for_its_tokens_once(self, open_frames):
+        limits = TenantLimits(tokens_per_minute=2 * len(TEXT))
+        stream = await open_frames(scheduler=SchedulerConfig(default_tenant=limits))
+        await stream.send(begin(open=True, max_tokens=1))
+        for piece in PIECES:
+            await stream.send(append(text=piece))
+            await asyncio.sleep(0.01)
+        await stream.send(commit())
+        assert (await stream.finished()).status.code == 0
+
+    async def test_one_that_is_left_open_ends(self, open_frames):
+        stream = await open_frames(open_prompt_ttl_s=0.2)
+        began = time.monotonic()
+        await stream.send(begin(open=True, text=TEXT))
+        await asyncio.sleep(0.15)
+        await stream.send(append(text=TEXT))
+        finished = await stream.finished()
+        assert time.monotonic() - began > 0.3
+        assert finished.reason == pb.FINISH_REASON_DEADLINE
+        assert stream.reason_of(finished.status) == "OPEN_PROMPT_EXPIRED"
+        assert "commit" in finished.status.message
+        await until(lambda: not stream.service.engine.stats().requests)
+        await stream.send(begin(text="next"))
+        assert (await stream.finished()).status.code
+
+    async def test_cancelled_before_its_commit(self, open_frames):
+        stream = await open_frames()
+        await stream.send(begin(open=True, text=TEXT), pb.GenerateRequest(cancel=pb.GenerationCancel(refs=[1])))
+        assert (await stream.finished()).reason == pb.FINISH_REASON_CANCELLED
+        await until(lambda: not stream.service.engine.stats().requests)
+
+    async def test_what_is_wrong_with_it_ends_it_at_the_commit(self, open_frames):
+        stream = await open_frames()
+        await stream.send(begin(open=True), commit())
+        finished = await stream.finished()
+        assert stream.reason_of(finished.status) == "INVALID_FIELD"
+        assert "prompt: is required" in finished.status.message
+
+    @pytest.mark.parametrize(
+        ("frames", "reason"),
+        [
+            ([append(token_ids=pb.TokenIds(ids=[1]))], "INVALID_FIELD"),
+            ([append(chat=chat("x"))], "INVALID_FIELD"),
+            ([append(text="x", replace_from=9)], "INVALID_FIELD"),
+            ([append()], "INVALID_FIELD"),
+            ([append(text="x" * (4 << 20))], "INVALID_FIELD"),
+            ([append(ref=7, text="x")], "UNKNOWN_REF"),
+            ([commit(ref=7)], "UNKNOWN_REF"),
+        ],
+        ids=["other kind", "messages", "piece", "nothing", "too long", "no such ref", "no such commit"],
+    )
+    async def test_a_refused_frame_changes_nothing(self, open_frames, frames, reason):
+        stream = await open_frames()
+        await stream.send(begin(open=True, text="The cat"), *frames, append(text=" sat"), commit())
+        finished = await stream.finished()
+        assert [refused[2] for refused in stream.refused] == [reason]
+        assert finished.usage.prompt_tokens == len("The cat sat")
+
+    async def test_only_on_a_stream(self, open_frames):
+        stream = await open_frames()
+        for call in (
+            lambda start: stream.service.generation.Complete(pb.CompleteRequest(start=start)),
+            lambda start: stream.service.generation.GenerateOne(pb.GenerateOneRequest(start=start)).read(),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError, match=r"start.open: only on a Generate stream"):
+                await call(begin(open=True, text="x").start)
+
+    async def test_a_commit_without_an_open_prompt_is_refused(self, open_frames):
+        stream = await open_frames(paced())
+        await stream.send(begin(text="x", max_tokens=100), commit())
+        await stream.finished()
+        assert stream.refused == [("COMMIT", 1, "NOT_OPEN")]
+
+    def test_memory_is_bounded(self):
+        budget = OpenPromptBudget(max_bytes=100)
+        budget.take("a", 50)
+        with pytest.raises(Exception, match="open prompts take too much memory"):
+            budget.take("a", 1)
+        budget.take("b", 50)
+        with pytest.raises(Exception, match="open prompts take too much memory"):
+            budget.take("c", 1)
+        budget.give_back("a", 50)
+        budget.give_back("b", 50)
+        assert not budget.by_tenant
+        assert MAX_OPEN_BYTES == 64 << 20
