@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf import descriptor_database, descriptor_pb2, descriptor_pool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -64,9 +64,10 @@ class TestItself:
             await call.write(request(file_containing_symbol=name))
             found = (await call.read()).file_descriptor_response.file_descriptor_proto
             files = [descriptor_pb2.FileDescriptorProto.FromString(each) for each in found]
-            pool = descriptor_pool.DescriptorPool()
-            for file in reversed(files):
-                pool.Add(file)
+            database = descriptor_database.DescriptorDatabase()  # they come in no particular order
+            for file in files:
+                database.Add(file)
+            pool = descriptor_pool.DescriptorPool(database)
             assert pool.FindServiceByName(name).methods
         await call.done_writing()
 
