@@ -234,7 +234,7 @@ class AsyncClient:
         self, prompt: Prompt = "", *, timeout: float | None = None, **options: Unpack[Options]
     ) -> RequestStream:
         """Returns a request whose prompt arrives in pieces: ``append`` each, then ``commit``. The service computes them
-        as they arrive. Without ``prompt``, piece 0 is an empty text, or none if the first piece is of another kind."""
+        as they arrive. Without ``prompt``, piece 0 is an empty text, or none if the first piece has another kind."""
         start = build_start(prompt, options, timeout)
         start.open = True
         if prompt == "":

@@ -109,7 +109,8 @@ class GenerateStream:
                     raise invalid("frame", f"is required; set one of {', '.join(_KINDS)}")
         except ServiceError as error:
             ref = getattr(getattr(frame, name), "ref", 0) if name is not None else 0
-            self._refuse(ref, kind, error)
+            live = self._live.get(ref) if name != "start" else None  # a start is a request of its own
+            self._refuse(ref, kind, error, "" if live is None else live.request_id)
 
     def _start(self, start: pb.GenerationStart) -> None:
         if not start.ref:
