@@ -27,7 +27,7 @@ def check_cost(
 
 
 def too_expensive(field: str, formula: str, value: int, limit: int, remedy: str = "reduce one of them") -> ServiceError:
-    """Returns the error for a cost above its limit. ``formula`` is how ``value`` is computed."""
+    """Returns the error for a cost above its limit. ``value`` is the result of ``formula``."""
     return ServiceError(
         Reason.TOO_EXPENSIVE, f"{field}: {formula} must be at most {limit:,}; it is {value:,}; {remedy}", field=field
     )

@@ -72,7 +72,7 @@ def output_form(start: pb.GenerationStart) -> OutputForm:
 
 
 def requested_change(update: pb.GenerationUpdate) -> Change:
-    """Returns the change of an update. The deadline counts from now."""
+    """Returns the change that an update requests. The deadline counts from now."""
     timeout_ms = _optional(update, "timeout_ms")
     return Change(
         priority=_optional(update, "priority"),

@@ -46,8 +46,8 @@ class FrameDispatcher:
         self._last: asyncio.Task[None] | None = None
         self._half_closed = False
         self._num_refused = 0
-        """Consecutive frames refused before preparation. A refusal by a full queue, which is not the client's fault,
-        does not count."""
+        """Consecutive frames that were refused, starts only if they were before preparation: a refusal by a full queue,
+        which is not the client's fault, does not count."""
 
     async def read(self, frames: AsyncIterator[pb.GenerateRequest | ServiceError]) -> None:
         """Handles frames until the client half-closes. An error is that of a frame that was not parsed."""
@@ -108,9 +108,9 @@ class FrameDispatcher:
                 case _:
                     raise invalid("frame", f"is required; set one of {', '.join(_KINDS)}")
         except ServiceError as error:
-            self._num_refused += 1
             ref = getattr(getattr(frame, name), "ref", 0) if name is not None else 0
-            self._refuse(ref, kind, error)
+            live = self._live.get(ref) if name != "start" else None  # a start is a request of its own
+            self._refuse(ref, kind, error, "" if live is None else live.request_id)
 
     def _start(self, start: pb.GenerationStart) -> None:
         if not start.ref:
@@ -144,6 +144,7 @@ class FrameDispatcher:
         return lambda error: self._refuse(live.ref, kind, error, live.request_id)
 
     def _refuse(self, ref: int, kind: "pb.FrameKind.ValueType", error: ServiceError, request_id: str = "") -> None:
+        self._num_refused += 1
         status = to_status(error, request_id or new_request_id())
         self._outbox.frame_refused(pb.FrameRefused(ref=ref, status=status, frame=kind))
 

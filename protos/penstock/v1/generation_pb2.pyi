@@ -526,7 +526,7 @@ class GenerationAppend(_message.Message):
     """Text. At most 4 MiB of UTF-8."""
     replace_from: _builtins.int
     """The number of the first piece to take back before the content is added, which then has this number: at most the
-    number of pieces. Only while the prompt is open. Useful for a transcript, whose last words may still change.
+    number of pieces. Only while the prompt is open. Useful for a transcript, whose end may still change.
     Default: none.
     """
     @_builtins.property

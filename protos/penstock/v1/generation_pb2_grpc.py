@@ -114,7 +114,7 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives up the contexts of requests that ended, such as branches that nobody will continue: they cannot be continued
+        """Gives up the contexts of requests that ended, such as branches that will not be continued: they cannot be continued
         any more, and their KV is the next to be evicted. Blocks that another context of the tenant shares stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

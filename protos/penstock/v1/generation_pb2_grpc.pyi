@@ -61,7 +61,7 @@ class GenerationServiceStub:
     against the tenant's `tokens_per_minute`.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ReleaseRequest, _generation_pb2.ReleaseResponse]
-    """Gives up the contexts of requests that ended, such as branches that nobody will continue: they cannot be continued
+    """Gives up the contexts of requests that ended, such as branches that will not be continued: they cannot be continued
     any more, and their KV is the next to be evicted. Blocks that another context of the tenant shares stay.
     """
 
@@ -98,7 +98,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     against the tenant's `tokens_per_minute`.
     """
     Release: _aio.UnaryUnaryMultiCallable[_generation_pb2.ReleaseRequest, _generation_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Gives up the contexts of requests that ended, such as branches that nobody will continue: they cannot be continued
+    """Gives up the contexts of requests that ended, such as branches that will not be continued: they cannot be continued
     any more, and their KV is the next to be evicted. Blocks that another context of the tenant shares stay.
     """
 
@@ -162,7 +162,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.ReleaseResponse, _abc.Awaitable[_generation_pb2.ReleaseResponse]]:
-        """Gives up the contexts of requests that ended, such as branches that nobody will continue: they cannot be continued
+        """Gives up the contexts of requests that ended, such as branches that will not be continued: they cannot be continued
         any more, and their KV is the next to be evicted. Blocks that another context of the tenant shares stay.
         """
 

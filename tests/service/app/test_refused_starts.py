@@ -7,7 +7,8 @@ import pytest
 
 import penstock.v1 as pb
 from penstock.scheduler.request import RefusalKind, Refused
-from penstock.service.rpc import generate_stream
+from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.rpc import frame_dispatcher
 
 FOR_EVER_S = 60.0
 NUM_FREE = 4
@@ -16,18 +17,19 @@ NUM_FREE = 4
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
     """Refusals that cost no pause."""
-    monkeypatch.setattr(generate_stream, "MAX_REFUSED_IN_A_ROW", NUM_FREE)
+    monkeypatch.setattr(frame_dispatcher, "MAX_REFUSED_IN_A_ROW", NUM_FREE)
 
 
 @pytest.fixture
 def endless_pauses(monkeypatch):
     """A stream that is paused at all does not end while the test waits."""
-    monkeypatch.setattr(generate_stream, "REFUSED_PAUSE_S", FOR_EVER_S)
+    monkeypatch.setattr(frame_dispatcher, "REFUSED_PAUSE_S", FOR_EVER_S)
 
 
 def begin(ref, top_p=1.0, **fields):
     sampling = pb.SamplingParams(max_tokens=1, top_p=top_p)
-    return pb.GenerateRequest(start=pb.GenerationStart(ref=ref, text="x", sampling=sampling, **fields))
+    prompt = fields if "chat" in fields else {"text": "x"}
+    return pb.GenerateRequest(start=pb.GenerationStart(ref=ref, sampling=sampling, **prompt))
 
 
 def codes(reading):
@@ -35,7 +37,7 @@ def codes(reading):
 
 
 async def test_all_are_refused_one_by_one_and_slowly(start_service, new_reading, monkeypatch):
-    monkeypatch.setattr(generate_stream, "REFUSED_PAUSE_S", 0.02)
+    monkeypatch.setattr(frame_dispatcher, "REFUSED_PAUSE_S", 0.02)
     service = await start_service()
     began = time.monotonic()
     frames = [*(begin(ref, top_p=2.0) for ref in range(1, 21)), begin(21)]
@@ -44,11 +46,27 @@ async def test_all_are_refused_one_by_one_and_slowly(start_service, new_reading,
     assert codes(reading) == dict.fromkeys(range(1, 21), grpc.StatusCode.INVALID_ARGUMENT.value[0]) | {21: 0}
 
 
-async def test_refused_updates_count(start_service, new_reading, monkeypatch):
-    monkeypatch.setattr(generate_stream, "REFUSED_PAUSE_S", 0.02)
-    service = await start_service()
+MANY = pb.Chat(messages=[pb.ChatMessage(role="user")] * 50_000)
+REFUSED = {
+    "update": pb.GenerateRequest(update=pb.GenerationUpdate(ref=1, priority=5000)),
+    "append": pb.GenerateRequest(append=pb.GenerationAppend(ref=1)),
+    "append to nothing": pb.GenerateRequest(append=pb.GenerationAppend(ref=2, text="x")),
+    "replacement": pb.GenerateRequest(append=pb.GenerationAppend(ref=1, text="x", replace_from=0)),
+    "commit": pb.GenerateRequest(commit=pb.GenerationCommit(ref=1)),
+    "cancel": pb.GenerateRequest(cancel=pb.GenerationCancel(refs=range(65_537))),
+    "duplicate": begin(1),
+    "no ref": begin(0),
+    "empty": pb.GenerateRequest(),
+    "too many fields": begin(2, chat=MANY),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+async def test_other_refused_frames_count(start_service, new_reading, monkeypatch, what):
+    monkeypatch.setattr(frame_dispatcher, "REFUSED_PAUSE_S", 0.02)
+    service = await start_service(FakeExecutor(vocab_size=258, seconds_per_step=0.01))
     began = time.monotonic()
-    bad = pb.GenerateRequest(update=pb.GenerationUpdate(ref=1, priority=5000))
+    bad = REFUSED[what]
     start = begin(1)
     start.start.sampling.MergeFrom(pb.SamplingParams(max_tokens=4000, ignore_eos=True))
     call = service.generation.Generate(iter([start, *[bad] * 20]))

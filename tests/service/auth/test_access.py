@@ -220,7 +220,7 @@ def _naming(tenant, method):
     if method.containing_service.name == "AdminService":
         return None
     request = method.input_type
-    fields: dict[str, object] = {"text": "hi"} if "start" in request.fields_by_name else {}
+    fields: dict[str, object] = {"ref": 1, "text": "hi"} if "start" in request.fields_by_name else {}
     if "inputs" in request.fields_by_name:
         fields = {"inputs": [{"text": "hi"}]}
     if "tenant" in request.fields_by_name:

@@ -21,6 +21,8 @@ from penstock.v1 import admin_pb2, classification_pb2, embedding_pb2, generation
 
 LIMITS = ModelLimits(vocab_size=258, max_model_len=4096, model_name="m")
 REFUSED_WITHIN_S = 0.010
+OPEN = 1
+"""The ref of a request whose prompt is open."""
 MODULES = (admin_pb2, classification_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2)
 
 
@@ -232,7 +234,14 @@ def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
         case pb.GenerationCancel():
             return "Generate", pb.GenerateRequest(cancel=bad), path
         case pb.GenerationUpdate():
+            bad.ref = OPEN
             return "Generate", pb.GenerateRequest(update=bad), path
+        case pb.GenerationAppend():
+            bad.ref = OPEN
+            return "Generate", pb.GenerateRequest(append=bad), path
+        case pb.GenerationCommit():
+            bad.ref = OPEN
+            return "Generate", pb.GenerateRequest(commit=bad), path
         case _:
             return type(bad).__name__.removesuffix("Request"), bad, path
     return "GenerateOne", pb.GenerateOneRequest(start=start), path
@@ -244,11 +253,25 @@ def check(validator: Validator, message: Message, ids: Any, field: str) -> None:
     validator.check_ids(ids, field)
 
 
+async def refused_frame(service: Any, frame: pb.GenerateRequest) -> Any:
+    """The status of a frame that is refused on a stream, whose live request goes on."""
+    start = pb.GenerateRequest(start=pb.GenerationStart(ref=OPEN, open=True))
+    call = service.generation.Generate()
+    for each in (start, frame):
+        await call.write(each)
+    message = await call.read()
+    assert not message.finished
+    [refused] = message.frames_refused
+    kind = pb.FrameKind.Name(refused.frame).removeprefix("FRAME_KIND_").lower()
+    assert kind == frame.WhichOneof("frame")
+    assert refused.ref == (0 if kind == "cancel" else OPEN)
+    call.cancel()
+    return refused.status
+
+
 async def send(service: Any, method: str, request: Any) -> None:
     """A call, to its end."""
-    if method == "Generate":
-        await service.generation.Generate(iter([request])).read()
-    elif method == "GenerateOne":
+    if method == "GenerateOne":
         await service.generation.GenerateOne(request).read()
     elif method in ("Classify", "Embed", "Score"):
         stub = service.embedding if method == "Embed" else service.classification
@@ -290,12 +313,15 @@ async def test_reliability_figure_11_no_bad_field_reaches_the_engine(start_servi
     for parameters in bad_messages():
         bad, path = parameters.values
         method, request, path = in_a_request(bad, path)
-        if isinstance(bad, pb.GenerationUpdate):
-            continue  # a live request is needed: see test_generation.py
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await send(service, method, request)
-        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT, parameters.id
-        [violation] = details_of(error.value)["BadRequest"].field_violations
+        if method == "Generate":
+            refusal = await refused_frame(service, request)
+            assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT.value[0], parameters.id
+        else:
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await send(service, method, request)
+            refusal = error.value
+            assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT, parameters.id
+        [violation] = details_of(refusal)["BadRequest"].field_violations
         assert violation.field == path, parameters.id
     assert service.engine.stats().steps == 0
 
@@ -303,9 +329,9 @@ async def test_reliability_figure_11_no_bad_field_reaches_the_engine(start_servi
 async def test_a_message_of_more_than_8_mib_ends_its_stream(start_service, new_reading):
     """As the proto says. One of less is refused in band, by its field."""
     service = await start_service()
-    start = pb.GenerationStart(token_ids=pb.TokenIds(ids=[1] * ((8 << 20) - 100)))
+    start = pb.GenerationStart(ref=1, token_ids=pb.TokenIds(ids=[1] * ((8 << 20) - 100)))
     reading = await new_reading().read(service.generation.Generate(iter([pb.GenerateRequest(start=start)])))
-    assert reading.outcomes[0].finished[0].status.message.startswith("token_ids.ids")
+    assert reading.outcomes[1].finished[0].status.message.startswith("token_ids.ids")
     start.token_ids.ids.extend([1] * 200)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await new_reading().read(service.generation.Generate(iter([pb.GenerateRequest(start=start)])))

@@ -69,6 +69,7 @@ GOOD_TEXTS = {
     "tenant": "",
     "traceparent": "",
     "continue_from": "",
+    "idempotency_key": "",
     "role": "user",
     "service": "penstock.live",
 }
@@ -101,8 +102,15 @@ def random_message(rng: random.Random, descriptor: Descriptor, wildness: float, 
     """Valid by its type, and short. Deep fields are rarer. ``wildness`` is the share of values at an edge."""
     message = GetMessageClass(descriptor)()
     share = rng.choice((0.1, 0.3, 0.6, 0.9)) / (1 + depth / 2)
+    taken: dict[str, bool] = {}
+    for oneof in descriptor.oneofs:
+        if len(oneof.fields) > 1:  # one of them, most often the first: a stream needs requests to append to
+            one = oneof.fields[0] if rng.random() < 0.4 else rng.choice(oneof.fields)
+            taken |= {field.name: field.name == one.name for field in oneof.fields}
     for field in descriptor.fields:
-        wanted = 0.97 if field.name in ("start", "text") else share
+        if not taken.get(field.name, True):
+            continue
+        wanted = 0.97 if field.name in ("start", "text", *taken) else share
         if rng.random() > wanted or depth > 5:
             continue
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -213,6 +221,16 @@ def random_bytes(rng: random.Random, descriptor: Descriptor, wildness: float) ->
     return raw
 
 
+def good_starts(rng: random.Random) -> list[bytes]:
+    """Requests that later frames can change and append to, some with open prompts. Other refs stay unknown."""
+    sampling = pb.SamplingParams(max_tokens=100, ignore_eos=True)
+    frames = []
+    for ref in (1, 2, 3, 4):
+        start = pb.GenerationStart(ref=ref, text="hi", sampling=sampling, open=rng.random() < 0.5)
+        frames += [pb.GenerateRequest(start=start), pb.GenerateRequest(append=pb.GenerationAppend(ref=ref, text="!"))]
+    return [frame.SerializeToString() for frame in frames]
+
+
 # ---------------------------------------------------------------------------------------------------------------- calls
 
 
@@ -241,6 +259,8 @@ class Fuzzer:
         num_frames = self.rng.randrange(1, MAX_FRAMES) if method.takes_stream else 1
         wildness = self.rng.choice((0.0, 0.02, 0.1, 0.5))
         frames = [random_bytes(self.rng, method.request, wildness) for _ in range(num_frames)]
+        if method.path.endswith("/Generate") and self.rng.random() < 0.5:
+            frames = [*good_starts(self.rng), *frames]
         self.num_sent += num_frames
         is_watched = method.gives_stream and not method.path.startswith("/penstock.v1.GenerationService")
         patience = 0.02 if is_watched else LIMIT_S
@@ -281,7 +301,10 @@ class Fuzzer:
 
     def check_in_band(self, message: pb.GenerateResponse, frames: list[bytes]) -> None:
         """The statuses of a stream's requests are held to the same."""
+        self.codes["injected"] += len(message.injected)
         statuses = [ended.status for ended in message.finished] + [refused.status for refused in message.frames_refused]
+        for refused in message.frames_refused:
+            self.codes[f"refused {pb.FrameKind.Name(refused.frame).removeprefix('FRAME_KIND_')}"] += 1
         for status in statuses:
             self.codes[f"in band {status.code}"] += 1
             if status.code in {code.value[0] for code in OURS}:
@@ -321,6 +344,9 @@ async def test_reliability_figure_12_2000_mutated_messages(start_service, caplog
     fuzzer = await fuzz(start_service, caplog, callers_methods(), 500, seed)
     # Messages of every kind came through: some were good, some were no protobuf, some out of bounds.
     assert {"OK", "INVALID_ARGUMENT", "in band 0", "in band 3"} <= fuzzer.codes.keys()
+    # Appends and commits reached live requests, and others had none to reach.
+    assert {"refused START", "refused APPEND", "refused COMMIT", "in band 5"} <= fuzzer.codes.keys()
+    assert fuzzer.codes["injected"]
 
 
 async def test_reliability_figure_12_2000_mutated_messages_of_operators_too(start_service, caplog):
