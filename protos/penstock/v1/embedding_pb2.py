@@ -26,7 +26,7 @@ from penstock.v1 import output_pb2 as penstock_dot_v1_dot_output__pb2
 from penstock.v1 import prompt_pb2 as penstock_dot_v1_dot_prompt__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpenstock/v1/embedding.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/output.proto\x1a\x18penstock/v1/prompt.proto\"\xee\x02\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x06inputs\x18\x02 \x03(\x0b\x32\x17.penstock.v1.EmbedInput\x12\x17\n\ndimensions\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tnormalize\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\x08priority\x18\x05 \x01(\x11H\x02\x88\x01\x01\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x08 \x01(\t\x12#\n\x16truncate_prompt_tokens\x18\t \x01(\x11H\x03\x88\x01\x01\x12\x34\n\x0ftruncation_side\x18\n \x01(\x0e\x32\x1b.penstock.v1.TruncationSideB\r\n\x0b_dimensionsB\x0c\n\n_normalizeB\x0b\n\t_priorityB\x19\n\x17_truncate_prompt_tokens\"Q\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.penstock.v1.TokenIdsH\x00\x42\x07\n\x05input\"r\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\nembeddings\x18\x02 \x03(\x0b\x32\x16.penstock.v1.Embedding\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.penstock.v1.Usage\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\x32R\n\x10\x45mbeddingService\x12>\n\x05\x45mbed\x12\x19.penstock.v1.EmbedRequest\x1a\x1a.penstock.v1.EmbedResponseBP\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpenstock/v1/embedding.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/output.proto\x1a\x18penstock/v1/prompt.proto\"\xee\x02\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x06inputs\x18\x02 \x03(\x0b\x32\x17.penstock.v1.EmbedInput\x12\x17\n\ndimensions\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tnormalize\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\x08priority\x18\x05 \x01(\x11H\x02\x88\x01\x01\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x08 \x01(\t\x12#\n\x16truncate_prompt_tokens\x18\t \x01(\x11H\x03\x88\x01\x01\x12\x34\n\x0ftruncation_side\x18\n \x01(\x0e\x32\x1b.penstock.v1.TruncationSideB\r\n\x0b_dimensionsB\x0c\n\n_normalizeB\x0b\n\t_priorityB\x19\n\x17_truncate_prompt_tokens\"Q\n\nEmbedInput\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.penstock.v1.TokenIdsH\x00\x42\x07\n\x05input\"\x87\x01\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12*\n\nembeddings\x18\x03 \x03(\x0b\x32\x16.penstock.v1.Embedding\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.penstock.v1.Usage\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\x32T\n\x10\x45mbeddingService\x12@\n\x05\x45mbed\x12\x19.penstock.v1.EmbedRequest\x1a\x1a.penstock.v1.EmbedResponse0\x01\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,10 +38,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EMBEDREQUEST']._serialized_end=463
   _globals['_EMBEDINPUT']._serialized_start=465
   _globals['_EMBEDINPUT']._serialized_end=546
-  _globals['_EMBEDRESPONSE']._serialized_start=548
-  _globals['_EMBEDRESPONSE']._serialized_end=662
-  _globals['_EMBEDDING']._serialized_start=664
-  _globals['_EMBEDDING']._serialized_end=691
-  _globals['_EMBEDDINGSERVICE']._serialized_start=693
-  _globals['_EMBEDDINGSERVICE']._serialized_end=775
+  _globals['_EMBEDRESPONSE']._serialized_start=549
+  _globals['_EMBEDRESPONSE']._serialized_end=684
+  _globals['_EMBEDDING']._serialized_start=686
+  _globals['_EMBEDDING']._serialized_end=713
+  _globals['_EMBEDDINGSERVICE']._serialized_start=715
+  _globals['_EMBEDDINGSERVICE']._serialized_end=799
 # @@protoc_insertion_point(module_scope)

@@ -248,9 +248,10 @@ async def send(service: Any, method: str, request: Any) -> None:
         await service.generation.Generate(iter([request])).read()
     elif method == "GenerateOne":
         await service.generation.GenerateOne(request).read()
-    elif method in ("Classify", "Embed", "Score"):
-        stub = service.embedding if method == "Embed" else service.classification
-        await getattr(stub, method)(request)
+    elif method in ("Classify", "Score"):
+        await getattr(service.classification, method)(request)
+    elif method == "Embed":
+        await service.embedding.Embed(request).read()
     elif method in ("GetModel", "ListModels"):
         await getattr(service.model, method)(request)
     elif hasattr(service.admin, method):

@@ -180,7 +180,7 @@ async def test_silent_connections_leave_room_for_callers(start_service, monkeypa
             answer = await get_model(
                 pb.GetModelRequest(), metadata=[("authorization", "Bearer key")], wait_for_ready=True
             )
-            return bool(answer.name)
+            return bool(answer.model.name)
 
         async def answered_at_last() -> bool:
             """Until the first call arrives, the connection is as silent as the others and may be closed."""
