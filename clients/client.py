@@ -8,6 +8,7 @@ async with AsyncClient("127.0.0.1:50051") as client:
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Self, TypeVar, Unpack
 
 import grpc
@@ -23,7 +24,7 @@ from penstock.clients.classification import (
     build_classify_request,
     build_score_request,
 )
-from penstock.clients.embeddings import Embeddings, EmbedOptions, Input, build_embed_request
+from penstock.clients.embeddings import Embeddings, EmbedOptions, Input, build_embed_request, embed_at_once
 from penstock.clients.errors import PenstockError, RequestFailed, failure_from_call
 from penstock.clients.events import Completion, Delta
 from penstock.clients.health import is_serving
@@ -124,7 +125,7 @@ class AsyncClient:
         InvalidOption and RequestFailed."""
         request = build_embed_request(inputs, options)
         stub = EmbeddingServiceStub(self._channel())
-        return Embeddings.from_proto(await self._unary(stub.Embed, request, timeout))
+        return Embeddings.from_proto(await self._unary(partial(embed_at_once, stub), request, timeout))
 
     async def classify(
         self,

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import penstock.v1 as pb
 from penstock.clients.errors import InvalidOption, shown
 from penstock.clients.events import Usage
 from penstock.clients.requests import MAX_START_BYTES, set_field
 from penstock.v1 import ClassifyRequest
+
+if TYPE_CHECKING:
+    from penstock.v1.embedding_pb2_grpc import EmbeddingServiceAsyncStub
 
 Input = str | Sequence[int]
 """Text, or token ids."""
@@ -52,6 +55,17 @@ class Embeddings:
 def usage_of(usage: pb.Usage) -> Usage:
     """Returns the usage in a response."""
     return Usage(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
+
+
+async def embed_at_once(
+    stub: "EmbeddingServiceAsyncStub", request: pb.EmbedRequest, **options: Any
+) -> pb.EmbedResponse:
+    """Returns all messages of one call as one. ``options`` are those of a call."""
+    whole = pb.EmbedResponse()
+    async for message in stub.Embed(request, **options):
+        whole.MergeFrom(message)
+    whole.first_index = 0
+    return whole
 
 
 def build_embed_request(inputs: str | Sequence[Input], options: Mapping[str, object]) -> pb.EmbedRequest:

@@ -124,6 +124,10 @@ class GatewayError(Exception):
         return Response(msgspec.json.encode(self.body()), self.status, self.headers(), "application/json")
 
 
+class ResponseCut(Exception):
+    """Ends a response that has begun: the connection is closed, so the caller notices that it is incomplete."""
+
+
 def invalid(param: str, problem: str, *, code: str | None = None) -> GatewayError:
     """Returns the error of an invalid field: ``problem`` describes a valid value."""
     return GatewayError(400, f"{param}: {problem}", param=param, code=code)

@@ -89,12 +89,14 @@ class ServeReplica:
     ) -> AsyncIterator[Message]:
         return forward_stream(GenerationServiceStub(self._channel).Generate, requests, grpc_context)
 
+    async def Embed(self, request: pb.EmbedRequest, grpc_context: CallContext) -> AsyncIterator[Message]:
+        return forward_stream(EmbeddingServiceStub(self._channel).Embed, request, grpc_context)
+
     Complete = _unary(GenerationServiceStub, "Complete", pb.CompleteResponse)
     Prefetch = _unary(GenerationServiceStub, "Prefetch", pb.PrefetchResponse)
     Release = _unary(GenerationServiceStub, "Release", pb.ReleaseResponse)
     Classify = _unary(ClassificationServiceStub, "Classify", pb.ClassifyResponse)
     Score = _unary(ClassificationServiceStub, "Score", pb.ScoreResponse)
-    Embed = _unary(EmbeddingServiceStub, "Embed", pb.EmbedResponse)
     GetModel = _unary(ModelServiceStub, "GetModel", pb.GetModelResponse)
     ListModels = _unary(ModelServiceStub, "ListModels", pb.ListModelsResponse)
     Tokenize = _unary(TokenizerServiceStub, "Tokenize", pb.TokenizeResponse)

@@ -1,6 +1,6 @@
 """Sampling defaults of a model, from its generation_config.json and from the operator's flags.
 
-Everything else in that file is ignored. So is ``do_sample``, as in vLLM: greedy requests set temperature 0.
+Of the rest of that file only the tokenizer's eos_token_id counts, as one id or as a list of them.
 """
 
 import json
@@ -21,6 +21,7 @@ AUTO, NONE = "auto", "none"
 _VLLM = "vllm"
 """The same as none, in vLLM's words."""
 _MAX_NEW_TOKENS = "max_new_tokens"
+_DO_SAMPLE = "do_sample"
 _NO_TOP_K = -1
 """vLLM's other value for no top_k, besides 0."""
 
@@ -118,4 +119,9 @@ def _checked(values: Mapping[str, Any]) -> dict[str, Any]:
         if problem is not None:
             raise ValueError(f"{name} {problem.text}")
         checked[name] = value
+    do_sample = values.get(_DO_SAMPLE)
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise ValueError(f"{_DO_SAMPLE} must be true or false; it is {json.dumps(do_sample)[:60]}")
+    if do_sample is False:  # as in transformers, the file's own temperature is for callers that sample
+        checked["temperature"] = 0
     return checked

@@ -13,7 +13,14 @@ from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.request import Event, Request
 from penstock.service.errors import invalid
 from penstock.service.requests.generate import Origin
-from penstock.service.requests.pooled import PooledInputs, check_num_values
+from penstock.service.requests.pooled import PooledInputs
+
+MAX_MESSAGE_BYTES = 1 << 20
+"""Limit on a message with more than one vector."""
+_HEAD_BYTES = 256
+"""More than a message has besides its vectors."""
+_VECTOR_BYTES = 16
+"""More than a vector has besides its values."""
 
 
 class EmbedRequestBuilder:
@@ -34,7 +41,6 @@ class EmbedRequestBuilder:
                 "dimensions", f"at most {self._hidden_size:,}, the model's embedding_size; it is {request.dimensions:,}"
             )
         self._inputs.check(request.inputs, truncates=self._inputs.truncation(request) is not None)
-        check_num_values(len(request.inputs), self.work(request), "inputs x dimensions")
 
     def work(self, request: pb.EmbedRequest) -> int:
         """Returns the number of values in each vector of the response."""
@@ -54,12 +60,17 @@ class EmbedRequestBuilder:
 
         return await inputs.pool.run(make, request.ByteSize(), origin.tenant)
 
-    def response(
-        self, request: pb.EmbedRequest, request_id: str, usage: pb.Usage, vectors: Sequence[bytes]
+    def num_in_message(self, request: pb.EmbedRequest) -> int:
+        """Returns how many vectors a message holds, at least 1."""
+        return max(1, (MAX_MESSAGE_BYTES - _HEAD_BYTES) // (array("f").itemsize * self.work(request) + _VECTOR_BYTES))
+
+    def message(
+        self, request: pb.EmbedRequest, request_id: str, first: int, vectors: Sequence[bytes], usage: pb.Usage | None
     ) -> pb.EmbedResponse:
-        """Returns the response with the parts of vectors that ``kept`` returned, normalized if the request or the model
-        requires it. Takes about 0.1 us per value."""
-        response = pb.EmbedResponse(request_id=request_id, usage=usage)
+        """Returns the message with vectors, parts of them as ``kept`` returned them, from the one with the index
+        ``first``, normalized if the request or the model requires it. Only the first message has the request's id, and
+        only the last one has ``usage``. Takes about 0.1 us per value."""
+        response = pb.EmbedResponse(request_id="" if first else request_id, first_index=first, usage=usage)
         normalize = request.normalize if request.HasField("normalize") else self._embedding.normalize
         for vector in vectors:
             values: Sequence[float] = array("f", vector)

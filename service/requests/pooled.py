@@ -19,7 +19,7 @@ from penstock.service.text.tokenizer import TokenizerPool
 from penstock.service.text.truncation import Truncation
 
 MAX_VALUES = 900_000
-"""The maximum number of values in a response, which keeps it below the 4 MiB default limit of gRPC's clients."""
+"""The maximum number of values in a whole response, which keeps it below the 4 MiB default limit of gRPC's clients."""
 MAX_TOKENS = 1 << 20
 """The maximum number of tokens in all inputs of a request."""
 

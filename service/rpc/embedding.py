@@ -17,5 +17,8 @@ class EmbeddingService(pb_grpc.EmbeddingServiceServicer):
         self._calls = calls
         self._request_builder = request_builder
 
-    async def Embed(self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.EmbedResponse:
-        return await self._calls.serve(self._request_builder, request, context)
+    # The generated base class knows only handlers that yield; gRPC also accepts handlers that write.
+    async def Embed(  # type: ignore[override]
+        self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        await self._calls.stream(self._request_builder, request, context)

@@ -4,16 +4,19 @@ import asyncio
 import base64
 import struct
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import TypeVar, cast
 
 import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 import penstock.v1 as pb
-from penstock.clients.gateway.errors import GatewayError, renaming
+from penstock.clients.errors import RequestFailed
+from penstock.clients.gateway.errors import GatewayError, ResponseCut, renaming
 from penstock.clients.gateway.field_names import Names, caller_name
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.requests.sampling import check_model, client_request_id
@@ -42,14 +45,50 @@ def make_router() -> APIRouter:
         check_model(body.model, caller)
         message = embed_request(body, request.headers, caller.tenant)
         names = (*input_names(body.input), ("client_request_id", "request_id"))
+        messages = caller.stream(caller.stubs.embedding.Embed, message)
         with renaming(partial(caller_name, names=names)):
-            embed = caller.call(caller.stubs.embedding.Embed, message, is_short=False)
-            response = await while_connected(request, embed)
-        answer = await answer_of(response, caller.model.name, body.encoding_format == "base64")
-        headers = {"x-request-id": response.request_id}
+            first = await while_connected(request, anext(messages))
+        in_base64 = body.encoding_format == "base64"
+        if not first.HasField("usage"):
+            return _StreamedEmbeddings(first, messages, caller.model.name, in_base64)
+        answer = await answer_of(first, caller.model.name, in_base64)
+        headers = {"x-request-id": first.request_id}
         return Response(await encoded(answer), headers=headers, media_type="application/json")
 
     return router
+
+
+class _StreamedEmbeddings(Response):
+    """A response that is too large to be kept: its vectors are passed on as they arrive. If the service fails in
+    between, the connection is closed, since the status line is gone."""
+
+    def __init__(
+        self, first: pb.EmbedResponse, later: AsyncGenerator[pb.EmbedResponse, None], model: str, in_base64: bool
+    ) -> None:
+        super().__init__(media_type="application/json", headers={"x-request-id": first.request_id})
+        del self.headers["content-length"]
+        self._first = first
+        self._later = later
+        self._model = model
+        self._in_base64 = in_base64
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request, message = Request(scope, receive), self._first
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        begin = msgspec.json.encode(_head(message, self._model))[:-1] + b',"data":['
+        async with aclosing(self._later):
+            while True:
+                items = b",".join(await items_of(message, self._in_base64))
+                if message.HasField("usage"):
+                    break
+                await send({"type": "http.response.body", "body": begin + items, "more_body": True})
+                begin = b","
+                try:
+                    message = await while_connected(request, anext(self._later))
+                except (GatewayError, RequestFailed):
+                    raise ResponseCut from None
+        end = b'],"usage":%b}' % msgspec.json.encode(_usage(message))
+        await send({"type": "http.response.body", "body": begin + items + end, "more_body": False})
 
 
 def embed_request(body: EmbeddingsRequest, headers: Mapping[str, str], tenant: str) -> pb.EmbedRequest:
@@ -82,23 +121,31 @@ def input_names(given: Prompts) -> Names:
 
 
 async def answer_of(response: pb.EmbedResponse, model: str, in_base64: bool) -> Json:
-    """Converts a response to OpenAI's form; other tasks run in between."""
-    data: list[Json] = []
-    for index, embedding in enumerate(response.embeddings):
+    """Converts a whole response to OpenAI's form; other tasks run in between."""
+    data = [msgspec.Raw(item) for item in await items_of(response, in_base64)]
+    return _head(response, model) | {"data": data, "usage": _usage(response)}
+
+
+async def items_of(message: pb.EmbedResponse, in_base64: bool) -> list[bytes]:
+    """Converts the vectors of a message to OpenAI's form, as JSON; other tasks run in between. A few long vectors would
+    take too long to encode together."""
+    items: list[bytes] = []
+    for index, embedding in enumerate(message.embeddings):
         if index and index % _VECTORS_AT_ONCE == 0:
             await asyncio.sleep(0)
-        # Encoded here as JSON too: a few long vectors would take too long to encode together.
-        values = as_base64(embedding.values) if in_base64 else msgspec.Raw(msgspec.json.encode(list(embedding.values)))
-        data.append({"object": "embedding", "index": index, "embedding": values})
-    num_tokens = response.usage.prompt_tokens
-    return {
-        "object": "list",
-        "id": f"embd-{response.request_id}",
-        "created": int(time.time()),
-        "model": model,
-        "data": data,
-        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-    }
+        values = as_base64(embedding.values) if in_base64 else list(embedding.values)
+        item = {"object": "embedding", "index": message.first_index + index, "embedding": values}
+        items.append(msgspec.json.encode(item))
+    return items
+
+
+def _head(first: pb.EmbedResponse, model: str) -> Json:
+    return {"object": "list", "id": f"embd-{first.request_id}", "created": int(time.time()), "model": model}
+
+
+def _usage(last: pb.EmbedResponse) -> Json:
+    num_tokens = last.usage.prompt_tokens
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
 
 
 def as_base64(values: Sequence[float]) -> str:

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.clients.errors import RequestFailed
-from penstock.clients.gateway.errors import GatewayError, as_gateway_error, try_again
+from penstock.clients.gateway.errors import GatewayError, ResponseCut, as_gateway_error, try_again
 from penstock.clients.gateway.paths import as_routed
 from penstock.clients.gateway.schemas.unsupported import shown
 from penstock.clients.gateway.tracing import GatewayTracer
@@ -101,7 +101,7 @@ class OuterMiddleware:
                 raise self._too_large()
             await self._app(scope, receive_bounded, send_with_id)
         except Exception as error:
-            if not isinstance(error, GatewayError | RequestFailed):
+            if not isinstance(error, GatewayError | RequestFailed | ResponseCut):
                 _log_without_text(error)
             release_frames(error)
             if has_begun:  # the server closes the connection, so the caller notices that the response is incomplete

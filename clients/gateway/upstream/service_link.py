@@ -11,8 +11,8 @@ import copy
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeVar
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -115,6 +115,11 @@ class UpstreamCaller:
         ``is_short`` the deadline is that of a generation. Raises RequestFailed, and GatewayError for a request that is
         too large."""
         return await self._link.call(method, request, self._metadata, is_short=is_short)
+
+    def stream(self, method: Callable[..., AsyncIterable[T]], request: Message) -> AsyncGenerator[T, None]:
+        """Yields the messages of a call with the deadline of a generation. The call ends with the generator. Raises
+        RequestFailed, and GatewayError for a request that is too large."""
+        return self._link.stream(method, request, self._metadata)
 
     def carry(self, start: pb.GenerationStart, receiver: Receiver) -> Callable[[], None]:
         """Sends a request on the stream of the caller's tenant; returns a function that cancels it. Each ``carry``
@@ -229,13 +234,26 @@ class ServiceLink:
     ) -> T:
         """Makes one call; without ``is_short``, with the deadline of a generation. Raises RequestFailed, and
         GatewayError for a request that is too large."""
-        if request.ByteSize() > _MAX_REQUEST_BYTES:
-            raise GatewayError(413, "the request is too large; send less at once", code="request_too_large")
+        _check_size(request)
         timeout_s = self.settings.call_timeout_s if is_short else self.settings.request_timeout_s
         try:
             return await method(request, timeout=timeout_s, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             raise failure_from_call(error, self.settings.service.target) from None
+
+    async def stream(
+        self, method: Callable[..., AsyncIterable[T]], request: Message, metadata: Metadata
+    ) -> AsyncGenerator[T, None]:
+        """Yields the messages of one call with the deadline of a generation. Raises as ``call`` does."""
+        _check_size(request)
+        call: Any = method(request, timeout=self.settings.request_timeout_s, metadata=metadata)
+        try:
+            async for message in call:
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise failure_from_call(error, self.settings.service.target) from None
+        finally:
+            call.cancel()
 
     def memory_of(self, model: pb.Model) -> _Memory:
         of = (model.name, model.architecture, model.vocab_size)
@@ -333,6 +351,11 @@ class ServiceLink:
             for place in list(self._places.values()):
                 if not place.num_live and place.last_used < oldest:
                     self._drop(place)
+
+
+def _check_size(request: Message) -> None:
+    if request.ByteSize() > _MAX_REQUEST_BYTES:
+        raise GatewayError(413, "the request is too large; send less at once", code="request_too_large")
 
 
 async def service_needs_key(link: ServiceLink) -> bool:

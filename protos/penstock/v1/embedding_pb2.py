@@ -22,12 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.api import annotations_pb2 as google_dot_api_dot_annotations__pb2
 from penstock.v1 import output_pb2 as penstock_dot_v1_dot_output__pb2
 from penstock.v1 import prompt_pb2 as penstock_dot_v1_dot_prompt__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpenstock/v1/embedding.proto\x12\x0bpenstock.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x18penstock/v1/output.proto\x1a\x18penstock/v1/prompt.proto\"\xee\x02\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x06inputs\x18\x02 \x03(\x0b\x32\x17.penstock.v1.EmbedInput\x12\x17\n\ndimensions\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tnormalize\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\x08priority\x18\x05 \x01(\x11H\x02\x88\x01\x01\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x08 \x01(\t\x12#\n\x16truncate_prompt_tokens\x18\t \x01(\x11H\x03\x88\x01\x01\x12\x34\n\x0ftruncation_side\x18\n \x01(\x0e\x32\x1b.penstock.v1.TruncationSideB\r\n\x0b_dimensionsB\x0c\n\n_normalizeB\x0b\n\t_priorityB\x19\n\x17_truncate_prompt_tokens\"V\n\nEmbedInput\x12\x13\n\x04text\x18\x01 \x01(\tB\x03\x80\x01\x01H\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.penstock.v1.TokenIdsH\x00\x42\x07\n\x05input\"r\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\nembeddings\x18\x02 \x03(\x0b\x32\x16.penstock.v1.Embedding\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.penstock.v1.Usage\" \n\tEmbedding\x12\x13\n\x06values\x18\x01 \x03(\x02\x42\x03\x80\x01\x01\x32~\n\x10\x45mbeddingService\x12j\n\x05\x45mbed\x12\x19.penstock.v1.EmbedRequest\x1a\x1a.penstock.v1.EmbedResponse\"*\x90\x02\x02\x82\xd3\xe4\x93\x02!\"\x1c/penstock/v1/embedding:embed:\x01*BP\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpenstock/v1/embedding.proto\x12\x0bpenstock.v1\x1a\x18penstock/v1/output.proto\x1a\x18penstock/v1/prompt.proto\"\xee\x02\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x06inputs\x18\x02 \x03(\x0b\x32\x17.penstock.v1.EmbedInput\x12\x17\n\ndimensions\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tnormalize\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x15\n\x08priority\x18\x05 \x01(\x11H\x02\x88\x01\x01\x12\x0e\n\x06tenant\x18\x06 \x01(\t\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x08 \x01(\t\x12#\n\x16truncate_prompt_tokens\x18\t \x01(\x11H\x03\x88\x01\x01\x12\x34\n\x0ftruncation_side\x18\n \x01(\x0e\x32\x1b.penstock.v1.TruncationSideB\r\n\x0b_dimensionsB\x0c\n\n_normalizeB\x0b\n\t_priorityB\x19\n\x17_truncate_prompt_tokens\"V\n\nEmbedInput\x12\x13\n\x04text\x18\x01 \x01(\tB\x03\x80\x01\x01H\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.penstock.v1.TokenIdsH\x00\x42\x07\n\x05input\"\x87\x01\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12*\n\nembeddings\x18\x03 \x03(\x0b\x32\x16.penstock.v1.Embedding\x12!\n\x05usage\x18\x04 \x01(\x0b\x32\x12.penstock.v1.Usage\" \n\tEmbedding\x12\x13\n\x06values\x18\x01 \x03(\x02\x42\x03\x80\x01\x01\x32Y\n\x10\x45mbeddingService\x12\x45\n\x05\x45mbed\x12\x19.penstock.v1.EmbedRequest\x1a\x1a.penstock.v1.EmbedResponse\"\x03\x90\x02\x02\x30\x01\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,15 +39,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EMBEDDING'].fields_by_name['values']._loaded_options = None
   _globals['_EMBEDDING'].fields_by_name['values']._serialized_options = b'\200\001\001'
   _globals['_EMBEDDINGSERVICE'].methods_by_name['Embed']._loaded_options = None
-  _globals['_EMBEDDINGSERVICE'].methods_by_name['Embed']._serialized_options = b'\220\002\002\202\323\344\223\002!\"\034/penstock/v1/embedding:embed:\001*'
-  _globals['_EMBEDREQUEST']._serialized_start=127
-  _globals['_EMBEDREQUEST']._serialized_end=493
-  _globals['_EMBEDINPUT']._serialized_start=495
-  _globals['_EMBEDINPUT']._serialized_end=581
-  _globals['_EMBEDRESPONSE']._serialized_start=583
-  _globals['_EMBEDRESPONSE']._serialized_end=697
-  _globals['_EMBEDDING']._serialized_start=699
-  _globals['_EMBEDDING']._serialized_end=731
-  _globals['_EMBEDDINGSERVICE']._serialized_start=733
-  _globals['_EMBEDDINGSERVICE']._serialized_end=859
+  _globals['_EMBEDDINGSERVICE'].methods_by_name['Embed']._serialized_options = b'\220\002\002'
+  _globals['_EMBEDREQUEST']._serialized_start=97
+  _globals['_EMBEDREQUEST']._serialized_end=463
+  _globals['_EMBEDINPUT']._serialized_start=465
+  _globals['_EMBEDINPUT']._serialized_end=551
+  _globals['_EMBEDRESPONSE']._serialized_start=554
+  _globals['_EMBEDRESPONSE']._serialized_end=689
+  _globals['_EMBEDDING']._serialized_start=691
+  _globals['_EMBEDDING']._serialized_end=723
+  _globals['_EMBEDDINGSERVICE']._serialized_start=725
+  _globals['_EMBEDDINGSERVICE']._serialized_end=814
 # @@protoc_insertion_point(module_scope)

@@ -62,9 +62,7 @@ class EmbedRequest(_message.Message):
     """
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
-        """The inputs: 1 to 2,048, together at most 1,048,576 tokens and 4 MiB of UTF-8. Inputs x `dimensions` is at most
-        900,000, also for the default of `dimensions`.
-        """
+        """The inputs: 1 to 2,048, together at most 1,048,576 tokens and 4 MiB of UTF-8."""
 
     def __init__(
         self,
@@ -139,33 +137,37 @@ Global___EmbedInput: _TypeAlias = EmbedInput  # noqa: Y015
 
 @_typing.final
 class EmbedResponse(_message.Message):
-    """The vectors of a request's inputs."""
+    """The vectors of some of a request's inputs: at most 1 MiB."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FIRST_INDEX_FIELD_NUMBER: _builtins.int
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The server's id of the request, as in logs and traces."""
+    """The server's id of the request, as in logs and traces. Only in the first message."""
+    first_index: _builtins.int
+    """The index of the input of the first vector in this message. It continues where the message before ends."""
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
-        """The vectors: one for each input, in the order of the inputs."""
+        """The vectors of consecutive inputs, at least one."""
 
     @_builtins.property
     def usage(self) -> _output_pb2.Usage:
-        """The tokens of all inputs together. `output_tokens` is 0."""
+        """The tokens of all inputs together. `output_tokens` is 0. Only in the last message."""
 
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
+        first_index: _builtins.int = ...,
         embeddings: _abc.Iterable[Global___Embedding] | None = ...,
         usage: _output_pb2.Usage | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "first_index", b"first_index", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

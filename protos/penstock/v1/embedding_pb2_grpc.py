@@ -41,7 +41,7 @@ class EmbeddingServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Embed = channel.unary_unary(
+        self.Embed = channel.unary_stream(
                 '/penstock.v1.EmbeddingService/Embed',
                 request_serializer=penstock_dot_v1_dot_embedding__pb2.EmbedRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_embedding__pb2.EmbedResponse.FromString,
@@ -59,8 +59,9 @@ class EmbeddingServiceServicer(object):
     """
 
     def Embed(self, request, context):
-        """Returns the vectors of all inputs in one response below 4 MiB, or fails as a whole. The deadline of the call is the
-        deadline of the request. Cancelling the call ends the request.
+        """Streams the vectors in the order of the inputs, in messages of at most 1 MiB, while later ones are computed. A small
+        request gets one message. The status of the call is the status of the request; vectors that arrived before a failure
+        are right. The deadline of the call is the deadline of the request. Cancelling the call ends the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -69,7 +70,7 @@ class EmbeddingServiceServicer(object):
 
 def add_EmbeddingServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Embed': grpc.unary_unary_rpc_method_handler(
+            'Embed': grpc.unary_stream_rpc_method_handler(
                     servicer.Embed,
                     request_deserializer=penstock_dot_v1_dot_embedding__pb2.EmbedRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_embedding__pb2.EmbedResponse.SerializeToString,
@@ -103,7 +104,7 @@ class EmbeddingService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/penstock.v1.EmbeddingService/Embed',

@@ -40,9 +40,10 @@ class EmbeddingServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> EmbeddingServiceAsyncStub: ...
-    Embed: _grpc.UnaryUnaryMultiCallable[_embedding_pb2.EmbedRequest, _embedding_pb2.EmbedResponse]
-    """Returns the vectors of all inputs in one response below 4 MiB, or fails as a whole. The deadline of the call is the
-    deadline of the request. Cancelling the call ends the request.
+    Embed: _grpc.UnaryStreamMultiCallable[_embedding_pb2.EmbedRequest, _embedding_pb2.EmbedResponse]
+    """Streams the vectors in the order of the inputs, in messages of at most 1 MiB, while later ones are computed. A small
+    request gets one message. The status of the call is the status of the request; vectors that arrived before a failure
+    are right. The deadline of the call is the deadline of the request. Cancelling the call ends the request.
     """
 
 @_typing.type_check_only
@@ -57,9 +58,10 @@ class EmbeddingServiceAsyncStub(EmbeddingServiceStub):
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Embed: _aio.UnaryUnaryMultiCallable[_embedding_pb2.EmbedRequest, _embedding_pb2.EmbedResponse]  # type: ignore[assignment]
-    """Returns the vectors of all inputs in one response below 4 MiB, or fails as a whole. The deadline of the call is the
-    deadline of the request. Cancelling the call ends the request.
+    Embed: _aio.UnaryStreamMultiCallable[_embedding_pb2.EmbedRequest, _embedding_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Streams the vectors in the order of the inputs, in messages of at most 1 MiB, while later ones are computed. A small
+    request gets one message. The status of the call is the status of the request; vectors that arrived before a failure
+    are right. The deadline of the call is the deadline of the request. Cancelling the call ends the request.
     """
 
 class EmbeddingServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -77,9 +79,10 @@ class EmbeddingServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _embedding_pb2.EmbedRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_embedding_pb2.EmbedResponse, _abc.Awaitable[_embedding_pb2.EmbedResponse]]:
-        """Returns the vectors of all inputs in one response below 4 MiB, or fails as a whole. The deadline of the call is the
-        deadline of the request. Cancelling the call ends the request.
+    ) -> _typing.Union[_abc.Iterator[_embedding_pb2.EmbedResponse], _abc.AsyncIterator[_embedding_pb2.EmbedResponse]]:
+        """Streams the vectors in the order of the inputs, in messages of at most 1 MiB, while later ones are computed. A small
+        request gets one message. The status of the call is the status of the request; vectors that arrived before a failure
+        are right. The deadline of the call is the deadline of the request. Cancelling the call ends the request.
         """
 
 def add_EmbeddingServiceServicer_to_server(servicer: EmbeddingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

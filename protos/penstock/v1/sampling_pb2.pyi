@@ -67,7 +67,7 @@ class SamplingParams(_message.Message):
     N_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """The temperature: 0 to 100. 0 chooses the most likely token (greedy). Default: the model's generation_config.json,
-    else 1.0.
+    in which do_sample: false means 0, else 1.0.
     """
     top_k: _builtins.int
     """Keeps only the k most likely tokens: 0 (off) to 1,000,000. Default: the model's generation_config.json, else 0."""

@@ -29,6 +29,9 @@ class Classifier(classification_pb2_grpc.ClassificationServiceServicer, model_pb
         self.target = ""
         self.requests = []
 
+    async def ListModels(self, request, context):
+        raise NotImplementedError
+
     async def GetModel(self, request, context):
         return pb.GetModelResponse(model=pb.Model(name="reranker", max_model_len=64))
 

@@ -32,6 +32,8 @@ class Embedder(embedding_pb2_grpc.EmbeddingServiceServicer, model_pb2_grpc.Model
         self.requests = []
         self.metadata = {}
         self.hangs = False
+        self.at_once = 2048
+        self.fails_at = 2048
         self.cancelled = asyncio.Event()
         self.began = asyncio.Event()
 
@@ -50,7 +52,16 @@ class Embedder(embedding_pb2_grpc.EmbeddingServiceServicer, model_pb2_grpc.Model
         if request.dimensions > len(VALUES):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "dimensions: must be at most 4")
         vectors = [pb.Embedding(values=[float(i), *VALUES[1:]]) for i in range(len(request.inputs))]
-        return pb.EmbedResponse(request_id="R1", embeddings=vectors, usage=Usage(prompt_tokens=7))
+        for first in range(0, len(vectors), self.at_once):
+            if first >= self.fails_at:
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed")
+            some = vectors[first : first + self.at_once]
+            usage = None if first + len(some) < len(vectors) else Usage(prompt_tokens=7)
+            request_id = "" if first else "R1"
+            yield pb.EmbedResponse(request_id=request_id, first_index=first, embeddings=some, usage=usage)
+
+    async def ListModels(self, request, context):
+        raise NotImplementedError
 
 
 @pytest.fixture
@@ -108,6 +119,31 @@ async def test_every_form_of_input_reaches_the_service_in_order(client, service,
     assert [each.text for each in inputs if each.WhichOneof("input") == "text"] == texts
     assert [list(each.token_ids.ids) for each in inputs if each.WhichOneof("input") == "token_ids"] == ids
     assert [(each.index, each.embedding[0]) for each in answer.data] == [(i, i) for i in range(len(inputs))]
+
+
+@pytest.mark.parametrize("in_base64", [True, False])
+async def test_a_streamed_response_is_the_same_as_a_whole_one(client, http, service, in_base64):
+    body = {"input": [str(i) for i in range(7)], "encoding_format": "base64" if in_base64 else "float"}
+    whole = await http.post("/v1/embeddings", json=body)
+    service.at_once = 3
+    streamed = await http.post("/v1/embeddings", json=body)
+    assert "content-length" in whole.headers
+    assert "content-length" not in streamed.headers
+    assert streamed.headers["x-request-id"] == "R1"
+    assert streamed.json() | {"created": 0} == whole.json() | {"created": 0}
+    assert [each["index"] for each in streamed.json()["data"]] == list(range(7))
+    assert len((await client.embeddings.create(model="embedder", input=body["input"])).data) == 7
+
+
+async def test_a_failure_in_between_cuts_the_response(http, service, caplog):
+    service.at_once, service.fails_at = 2, 4
+    with pytest.raises(Exception, match=r"^$") as error:  # the server closes the connection for it
+        await http.post("/v1/embeddings", json={"input": ["x"] * 7})
+    assert type(error.value).__name__ == "_Cut"
+    assert not caplog.records
+    service.fails_at = 0
+    answer = await http.post("/v1/embeddings", json={"input": ["x"] * 7})
+    assert answer.status_code == 504
 
 
 async def test_both_encodings_hold_the_same_floats(http):

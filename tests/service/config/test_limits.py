@@ -194,7 +194,16 @@ def in_an_admin_request(bad: Message, path: str) -> tuple[str, Message, str]:
     raise AssertionError(bad)
 
 
-def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
+def in_a_frame(bad: Any) -> pb.GenerateRequest:
+    """The frame that has the message, for a request whose prompt is open."""
+    if not isinstance(bad, pb.GenerationCancel):
+        bad.ref = OPEN
+    name = type(bad).__name__.removeprefix("Generation").lower()
+    fields: dict[str, Any] = {name: bad}
+    return pb.GenerateRequest(**fields)
+
+
+def in_a_request(bad: Message, path: str) -> tuple[str, Any, str]:
     """The method that the message can be sent by, what is sent, and the path that is to be named."""
     start = pb.GenerationStart(text="hi")
     match bad:
@@ -231,17 +240,8 @@ def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
         case pb.EmbedRequest() | pb.ClassifyRequest() | pb.ScoreRequest():
             complete(bad)
             return type(bad).__name__.removesuffix("Request"), bad, path
-        case pb.GenerationCancel():
-            return "Generate", pb.GenerateRequest(cancel=bad), path
-        case pb.GenerationUpdate():
-            bad.ref = OPEN
-            return "Generate", pb.GenerateRequest(update=bad), path
-        case pb.GenerationAppend():
-            bad.ref = OPEN
-            return "Generate", pb.GenerateRequest(append=bad), path
-        case pb.GenerationCommit():
-            bad.ref = OPEN
-            return "Generate", pb.GenerateRequest(commit=bad), path
+        case pb.GenerationCancel() | pb.GenerationUpdate() | pb.GenerationAppend() | pb.GenerationCommit():
+            return "Generate", in_a_frame(bad), path
         case _:
             return type(bad).__name__.removesuffix("Request"), bad, path
     return "GenerateOne", pb.GenerateOneRequest(start=start), path
@@ -273,9 +273,10 @@ async def send(service: Any, method: str, request: Any) -> None:
     """A call, to its end."""
     if method == "GenerateOne":
         await service.generation.GenerateOne(request).read()
-    elif method in ("Classify", "Embed", "Score"):
-        stub = service.embedding if method == "Embed" else service.classification
-        await getattr(stub, method)(request)
+    elif method in ("Classify", "Score"):
+        await getattr(service.classification, method)(request)
+    elif method == "Embed":
+        await service.embedding.Embed(request).read()
     elif method in ("GetModel", "ListModels"):
         await getattr(service.model, method)(request)
     elif hasattr(service.admin, method):

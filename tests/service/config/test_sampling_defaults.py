@@ -46,7 +46,7 @@ def model(tmp_path):
 
 class TestReading:
     def test_what_the_file_names_is_a_default_and_nothing_else_is(self, model):
-        named = {**ALL, "max_new_tokens": 30, "do_sample": False, "eos_token_id": 7, "num_beams": 4}
+        named = {**ALL, "max_new_tokens": 30, "do_sample": True, "eos_token_id": 7, "num_beams": 4}
         defaults = read_sampling_defaults(model(named), "auto")
         assert defaults.sampling == pb.SamplingParams(max_tokens=30, **ALL)
         assert defaults.token_limit is None
@@ -77,6 +77,14 @@ class TestReading:
         assert defaults.token_limit == 9
         assert read_sampling_defaults(model(ALL), "none", override).sampling == pb.SamplingParams(top_k=3, max_tokens=9)
 
+    def test_a_model_that_does_not_sample_is_greedy_unless_the_request_or_the_operator_has_a_temperature(self, model):
+        defaults = read_sampling_defaults(model({**ALL, "do_sample": False}), "auto")
+        assert defaults.sampling == pb.SamplingParams(**ALL | {"temperature": 0})
+        assert defaults.applied(pb.SamplingParams(temperature=0.5)).temperature == 0.5
+        override = read_sampling_defaults(model({"do_sample": False}), "auto", '{"temperature": 0.25}')
+        assert override.sampling == pb.SamplingParams(temperature=0.25)
+        assert not read_sampling_defaults(model({"do_sample": False}), "none").sampling.ListFields()
+
     def test_minus_one_is_no_top_k(self, model):
         assert read_sampling_defaults(model({"top_k": -1}), "auto").sampling == pb.SamplingParams(top_k=0)
 
@@ -95,6 +103,7 @@ class TestReading:
             ('{"min_p": [0.1]}', "min_p must be a number"),
             ('{"repetition_penalty": 0}', "repetition_penalty must be at least 0.01"),
             ('{"max_new_tokens": 0}', "max_new_tokens must be at least 1"),
+            ('{"do_sample": "no"}', 'do_sample must be true or false; it is "no"'),
         ],
     )
     def test_what_is_wrong_names_the_file_and_the_field(self, model, text, problem):

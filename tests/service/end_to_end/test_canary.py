@@ -211,7 +211,7 @@ async def call_the_service(service, channel):
     await tokenizer.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids), metadata=mine)
     await tokenizer.RenderChat(pb.RenderChatRequest(chat=chat), metadata=mine)
     embed = pb.EmbedRequest(inputs=[pb.EmbedInput(text=PROMPT)])
-    await EmbeddingServiceStub(channel).Embed(embed, metadata=mine)
+    await EmbeddingServiceStub(channel).Embed(embed, metadata=mine).read()
     score = pb.ScoreRequest(queries=[PROMPT], documents=[PROMPT])
     await service.expect("FAILED_PRECONDITION", ClassificationServiceStub(channel).Score(score, metadata=mine))
 

@@ -40,6 +40,8 @@ FILES = (
     health_pb2,
     reflection_pb2,
 )
+NOT_WATCHED = ("/penstock.v1.GenerationService", "/penstock.v1.EmbeddingService")
+"""Their streams end by themselves."""
 OURS = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
 CLIENTS_OWN = "Internal error from Core"
 """What grpc.aio's client says of itself where a stream ends while it writes; what the service said is lost."""
@@ -262,7 +264,7 @@ class Fuzzer:
         if method.path.endswith("/Generate") and self.rng.random() < 0.5:
             frames = [*good_starts(self.rng), *frames]
         self.num_sent += num_frames
-        is_watched = method.gives_stream and not method.path.startswith("/penstock.v1.GenerationService")
+        is_watched = method.gives_stream and not method.path.startswith(NOT_WATCHED)
         patience = 0.02 if is_watched else LIMIT_S
         if self.rng.random() < 0.05:
             patience = self.rng.random() * 0.01

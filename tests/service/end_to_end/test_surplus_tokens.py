@@ -139,7 +139,7 @@ async def test_they_are_refused_in_what_is_embedded(start_service, tokenizer):
     for given in ({"text": "penstock"}, {"token_ids": pb.TokenIds(ids=[IMAGE])}):
         request = pb.EmbedRequest(inputs=[pb.EmbedInput(**given)])
         with pytest.raises(grpc.aio.AioRpcError, match="vocabulary size, 258"):
-            await service.embedding.Embed(request)
+            await service.embedding.Embed(request).read()
 
 
 async def test_the_service_reports_the_smaller_number(start_service, tokenizer):

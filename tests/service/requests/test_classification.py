@@ -118,7 +118,7 @@ class TestClassify:
         service = await start_service(head=CLASSIFIER, embedding=PoolingConfig(Pooling.MEAN))
         response = await service.classification.Classify(texts("abc", use_activation=False))
         assert list(response.classifications[0].values) == pytest.approx(logits(CLASSIFIER, list(b"abc")), rel=1e-5)
-        assert len((await service.embedding.Embed(pb.EmbedRequest(inputs=texts("abc").inputs))).embeddings)
+        assert (await service.embedding.Embed(pb.EmbedRequest(inputs=texts("abc").inputs)).read()).embeddings
 
     async def test_padding_at_the_end_does_not_count(self, start_service):
         service = await start_service(head=head("a", "b", pad=7))

@@ -9,6 +9,7 @@ import pytest
 from waiting import until
 
 import penstock.v1 as pb
+from penstock.clients.embeddings import embed_at_once
 from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import Pooling
@@ -17,6 +18,11 @@ from penstock.scheduler.testing.fake_worker import vector_of
 from penstock.service.requests import pooled
 
 HIDDEN_SIZE = 8
+
+
+async def embed(service, message, **options):
+    """All messages of a call as one."""
+    return await embed_at_once(service.embedding, message, **options)
 
 
 def request(*inputs, **fields):
@@ -64,7 +70,7 @@ class TestVectors:
     async def test_come_in_the_order_of_the_inputs(self, start_service, pooling):
         service = await start_service(embedding=PoolingConfig(pooling))
         inputs = ["hello", list(range(100)), "x", "hello", "y" * 300]
-        response = await service.embedding.Embed(request(*inputs))
+        response = await embed(service, request(*inputs))
         ids = [list(item.encode()) if isinstance(item, str) else item for item in inputs]
         for vector, values in zip(vectors(response), ids, strict=True):
             assert vector == pytest.approx(scaled(raw(values, pooling)), rel=1e-6)
@@ -74,28 +80,28 @@ class TestVectors:
 
     async def test_as_they_are(self, start_service):
         service = await start_service()
-        response = await service.embedding.Embed(request("ab", normalize=False))
+        response = await embed(service, request("ab", normalize=False))
         assert vectors(response) == [raw(list(b"ab"), Pooling.LAST)]
 
     async def test_the_models_files_decide_whether_embeddings_are_scaled(self, start_service):
         service = await start_service(embedding=PoolingConfig(Pooling.MEAN, normalize=False))
         plain = raw(list(b"ab"), Pooling.MEAN)
-        assert vectors(await service.embedding.Embed(request("ab"))) == [plain]
-        [vector] = vectors(await service.embedding.Embed(request("ab", normalize=True)))
+        assert vectors(await embed(service, request("ab"))) == [plain]
+        [vector] = vectors(await embed(service, request("ab", normalize=True)))
         assert vector == pytest.approx(scaled(plain), rel=1e-6)
 
     async def test_truncated_vectors_are_rescaled_to_length_1(self, start_service):
         service = await start_service()
         plain = raw(list(b"ab"), Pooling.LAST)[:3]
-        [vector] = vectors(await service.embedding.Embed(request("ab", dimensions=3)))
+        [vector] = vectors(await embed(service, request("ab", dimensions=3)))
         assert vector == pytest.approx(scaled(plain), rel=1e-6)
         assert math.hypot(*vector) == pytest.approx(1.0, rel=1e-6)
-        assert vectors(await service.embedding.Embed(request("ab", dimensions=3, normalize=False))) == [plain]
+        assert vectors(await embed(service, request("ab", dimensions=3, normalize=False))) == [plain]
 
     async def test_of_nothing_but_zeros_stay_what_they_are(self, start_service, monkeypatch):
         monkeypatch.setattr("penstock.scheduler.testing.fake_worker.vector_of", lambda ids, size: bytes(4 * size))
         service = await start_service()
-        assert vectors(await service.embedding.Embed(request("ab"))) == [[0.0] * HIDDEN_SIZE]
+        assert vectors(await embed(service, request("ab"))) == [[0.0] * HIDDEN_SIZE]
 
     async def test_the_last_tokens_read_the_prefix_cache_of_generation(self, start_service):
         """And the other way round; the other poolings want every hidden state."""
@@ -104,7 +110,7 @@ class TestVectors:
             service = await start_service(embedding=PoolingConfig(pooling))
             start = pb.GenerationStart(text=text, sampling=pb.SamplingParams(max_tokens=1))
             await service.generation.Complete(pb.CompleteRequest(start=start))
-            response = await service.embedding.Embed(request(text, text + "!"))
+            response = await embed(service, request(text, text + "!"))
             assert response.usage.cached_tokens == 2 * cached
             assert vectors(response)[0] == pytest.approx(scaled(raw(list(text.encode()), pooling)), rel=1e-6)
             answer = await service.generation.Complete(pb.CompleteRequest(start=start))
@@ -125,7 +131,7 @@ class TestVectors:
         generating = [asyncio.ensure_future(service.generation.Complete(complete)) for _ in range(4)]
         await until(lambda: service.engine.stats().running == 4)
         inputs = [[index % 256] * (1 + index % 20) for index in range(2048)]
-        response = await service.embedding.Embed(request(*inputs, normalize=False))
+        response = await embed(service, request(*inputs, normalize=False))
         assert vectors(response) == [raw(values, Pooling.LAST) for values in inputs]
         answers = await asyncio.gather(*generating)
         assert {answer.finished.usage.output_tokens for answer in answers} == {600}
@@ -139,7 +145,7 @@ class TestVectors:
         executor = paced(0.005)
         service = await start_service(executor, SchedulerConfig(max_num_seqs=8), embedding=PoolingConfig(Pooling.MEAN))
         inputs = [[index] * 40 for index in range(100)]
-        call = asyncio.ensure_future(service.embedding.Embed(request(*inputs, normalize=False)))
+        call = asyncio.ensure_future(embed(service, request(*inputs, normalize=False)))
         for _ in range(2):
             steps = service.engine.stats().steps
             await until(lambda steps=steps: service.engine.stats().steps > steps + 3)
@@ -172,7 +178,7 @@ class TestBounds:
     )
     async def test_what_is_out_of_bounds_is_named(self, start_service, details_of, bad, field):
         service = await start_service()
-        error = await failure(service.embedding.Embed(bad))
+        error = await failure(embed(service, bad))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         details = details_of(error)
         assert details["BadRequest"].field_violations[0].field == field
@@ -190,7 +196,7 @@ class TestBounds:
         ids=["ids", "the second's ids", "text", "text that is not tokenized"],
     )
     async def test_input_too_long_for_the_context_is_refused_as_such(self, start_service, details_of, long, field):
-        error = await failure((await start_service()).embedding.Embed(long))
+        error = await failure(embed(await start_service(), long))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         details = details_of(error)
         assert details["BadRequest"].field_violations[0].field == field
@@ -198,37 +204,67 @@ class TestBounds:
 
     async def test_all_inputs_together(self, start_service, details_of, monkeypatch):
         service = await start_service()
-        monkeypatch.setattr(pooled, "MAX_VALUES", 79)
         monkeypatch.setattr(pooled, "MAX_TOKENS", 20)
-        for bad in (request(*["x"] * 10), request("y" * 10, "z" * 11)):
-            error = await failure(service.embedding.Embed(bad))
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert details_of(error)["ErrorInfo"].reason == "TOO_EXPENSIVE"
-            assert "several requests" in error.details()
-        assert len((await service.embedding.Embed(request(*["x"] * 10, dimensions=7))).embeddings) == 10
-        assert len((await service.embedding.Embed(request("y" * 10, "z" * 10))).embeddings) == 2
+        error = await failure(embed(service, request("y" * 10, "z" * 11)))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert details_of(error)["ErrorInfo"].reason == "TOO_EXPENSIVE"
+        assert "several requests" in error.details()
+        assert len((await embed(service, request("y" * 10, "z" * 10))).embeddings) == 2
 
     async def test_4_mib_of_text(self, start_service):
         service = await start_service(paced(0, max_model_len=1 << 23))
-        error = await failure(service.embedding.Embed(request("x" * (3 << 20), "y" * (1 << 20), "z")))
+        error = await failure(embed(service, request("x" * (3 << 20), "y" * (1 << 20), "z")))
         assert "in total" in error.details()
 
     async def test_the_whole_context_may_be_an_input(self, start_service):
         service = await start_service()
-        response = await service.embedding.Embed(request("x" * 4096, [7] * 4096, normalize=False))
+        response = await embed(service, request("x" * 4096, [7] * 4096, normalize=False))
         assert vectors(response) == [raw(values, Pooling.LAST) for values in ([ord("x")] * 4096, [7] * 4096)]
 
-    async def test_the_largest_answer_is_below_4_mib(self, start_service):
-        """Which every client takes."""
-        service = await start_service(paced(0, hidden_size=439))
-        response = await service.embedding.Embed(request(*[[index % 256] for index in range(2048)]))
-        assert 3_500_000 < response.ByteSize() < 4 << 20
-        assert math.hypot(*response.embeddings[77].values) == pytest.approx(1.0, rel=1e-5)
+
+class TestMessages:
+    async def test_have_at_most_1_mib_and_continue_each_other(self, start_service):
+        """16 MiB of vectors."""
+        service = await start_service(paced(0, hidden_size=2048), SchedulerConfig(max_num_seqs=64))
+        inputs = [[index % 256] for index in range(2048)]
+        call = service.embedding.Embed(request(*inputs, normalize=False))
+        messages = [message async for message in call]
+        assert all(900_000 < message.ByteSize() <= 1 << 20 for message in messages[:-1])
+        sizes = [len(message.embeddings) for message in messages]
+        assert [message.first_index for message in messages] == [sum(sizes[:i]) for i in range(len(sizes))]
+        assert sum(sizes) == 2048
+        first, *others = messages
+        assert len(first.request_id) == 26
+        assert not any(message.request_id for message in others)
+        assert [message.HasField("usage") for message in messages] == [False] * len(others) + [True]
+        assert messages[-1].usage == pb.Usage(prompt_tokens=2048)
+        found = [list(embedding.values) for message in messages for embedding in message.embeddings]
+        assert found == [list(memoryview(vector_of(ids, 2048)).cast("f")) for ids in inputs]
+
+    async def test_of_a_small_request_are_one(self, start_service):
+        service = await start_service()
+        messages = [message async for message in service.embedding.Embed(request(*["x"] * 100))]
+        assert [len(message.embeddings) for message in messages] == [100]
+        assert messages[0].request_id
+        assert messages[0].HasField("usage")
+
+    async def test_arrive_while_later_vectors_are_computed(self, start_service):
+        service = await start_service(paced(0.01, hidden_size=1 << 15), SchedulerConfig(max_num_seqs=1))
+        call = service.embedding.Embed(request(*[[1]] * 40))
+        assert len((await call.read()).embeddings) == 7
+        assert service.engine.stats().requests == 1
+        call.cancel()
+        await until(lambda: is_idle(service))
+
+    async def test_of_a_vector_of_more_than_1_mib_have_one_each(self, start_service):
+        service = await start_service(paced(0, hidden_size=300_000))
+        messages = [message async for message in service.embedding.Embed(request([1], [2]))]
+        assert [(message.first_index, len(message.embeddings)) for message in messages] == [(0, 1), (1, 1)]
 
 
 async def test_it_can_be_explained(start_service):
     service = await start_service(paced(0.001), SchedulerConfig(max_num_seqs=1), admin_listen="127.0.0.1:0")
-    response = await service.embedding.Embed(request("x" * 40, "y" * 50, client_request_id="mine"))
+    response = await embed(service, request("x" * 40, "y" * 50, client_request_id="mine"))
     told = await service.admin.Explain(pb.ExplainRequest(request_id=response.request_id))
     assert told.client_request_id == "mine"
     assert told.prompt_tokens == 90
@@ -240,8 +276,8 @@ async def test_it_can_be_explained(start_service):
 async def test_the_log_has_counts_and_no_text(start_service, caplog):
     service = await start_service()
     with caplog.at_level(logging.DEBUG):
-        response = await service.embedding.Embed(request("canary", client_request_id="mine"))
-        await failure(service.embedding.Embed(request("canary", dimensions=99)))
+        response = await embed(service, request("canary", client_request_id="mine"))
+        await failure(embed(service, request("canary", dimensions=99)))
     assert "canary" not in caplog.text
     lines = [record.getMessage() for record in caplog.records if "request" in record.getMessage()]
     [line] = [line for line in lines if response.request_id in line]

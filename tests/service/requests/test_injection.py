@@ -1,6 +1,7 @@
 """Tokens that are injected into outputs."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from wire.frames import TEXT, append, begin, chat, commit, paced
@@ -28,7 +29,7 @@ class TestInjection:
     @pytest.mark.parametrize("kind", ["text", "token_ids", "chat"])
     async def test_the_output_goes_on_after_it(self, open_frames, kind):
         stream = await open_frames(paced())
-        contents = {"text": " 42 ", "token_ids": pb.TokenIds(ids=[5, 6, 7]), "chat": chat("42")}
+        contents: dict[str, Any] = {"text": " 42 ", "token_ids": pb.TokenIds(ids=[5, 6, 7]), "chat": chat("42")}
         await stream.send(begin(text=TEXT, max_tokens=100))
         await stream.until(lambda: len(stream.outcome().token_ids) > 10)
         await stream.send(append(**{kind: contents[kind]}))

@@ -23,7 +23,7 @@ CALLS = {
     "Complete": lambda service, model: service.generation.Complete(pb.CompleteRequest(start=start(model))),
     "Embed": lambda service, model: service.embedding.Embed(
         pb.EmbedRequest(model=model, inputs=[pb.EmbedInput(text="hi")])
-    ),
+    ).read(),
     "GetModel": lambda service, model: service.model.GetModel(pb.GetModelRequest(model=model)),
     "Tokenize": lambda service, model: service.tokenizer.Tokenize(pb.TokenizeRequest(model=model, text="hi")),
     "Detokenize": lambda service, model: service.tokenizer.Detokenize(pb.DetokenizeRequest(model=model, token_ids=[1])),
@@ -51,8 +51,9 @@ async def test_a_model_that_is_not_served_is_not_found_and_the_served_one_is_nam
         details = details_of(error.value)
         assert details["ErrorInfo"].reason == Reason.MODEL_NOT_FOUND.name
         assert details["BadRequest"].field_violations[0].field == "model"
-        assert error.value.details().endswith(f"send {NAME}")
-        assert "an-other" not in error.value.details()
+        message = str(error.value.details())
+        assert message.endswith(f"send {NAME}")
+        assert "an-other" not in message
     assert service.engine.stats().steps == 0
 
 

@@ -15,6 +15,7 @@ from penstock.service.transport.message_size import MAX_MAP_ENTRIES, MAX_PARTS, 
 
 MIB = 1 << 20
 EMBED, RENDER = pb.EmbedRequest.DESCRIPTOR, pb.RenderChatRequest.DESCRIPTOR
+INPUTS, CHAT = pb.EmbedRequest.INPUTS_FIELD_NUMBER, pb.RenderChatRequest.CHAT_FIELD_NUMBER
 
 
 def inside(number, content):
@@ -27,14 +28,14 @@ def inside(number, content):
 
 
 EMPTY_PARTS = {
-    "inputs": (EMBED, inside(1, b"") * (3 * MIB)),
-    "empty texts": (EMBED, inside(1, inside(1, b"")) * MIB),
-    "parts of one input": (EMBED, inside(1, inside(2, b"") * (3 * MIB))),
-    "numbers one by one": (EMBED, inside(1, inside(2, b"\x08\x01" * (3 * MIB)))),
+    "inputs": (EMBED, inside(INPUTS, b"") * (3 * MIB)),
+    "empty texts": (EMBED, inside(INPUTS, inside(1, b"")) * MIB),
+    "parts of one input": (EMBED, inside(INPUTS, inside(2, b"") * (3 * MIB))),
+    "numbers one by one": (EMBED, inside(INPUTS, inside(2, b"\x08\x01" * (3 * MIB)))),
     "unknown fields": (EMBED, inside(15, b"") * (3 * MIB)),
-    "behind a group": (EMBED, b"\x0b\x10\x01\x0c" + inside(1, b"") * (3 * MIB)),
-    "messages": (RENDER, inside(1, inside(1, b"") * (3 * MIB))),
-    "calls": (RENDER, inside(1, inside(1, inside(3, b"") * (3 * MIB)))),
+    "behind a group": (EMBED, b"\x0b\x10\x01\x0c" + inside(INPUTS, b"") * (3 * MIB)),
+    "messages": (RENDER, inside(CHAT, inside(1, b"") * (3 * MIB))),
+    "calls": (RENDER, inside(CHAT, inside(1, inside(3, b"") * (3 * MIB)))),
 }
 
 
@@ -64,10 +65,10 @@ async def test_millions_of_parts_are_not_counted_to_the_end(name):
     [
         b"\xff" * MIB,
         b"\x10" + b"\xff" * MIB,
-        inside(1, inside(1, b"x" * MIB))[:-1],
-        inside(1, inside(1, b"x" * MIB)[:-1]),
+        inside(INPUTS, inside(1, b"x" * MIB))[:-1],
+        inside(INPUTS, inside(1, b"x" * MIB)[:-1]),
         b"\x09" * (MIB // 4),
-        b"\x0b" * 30_000 + inside(1, inside(1, b"x" * MIB)),
+        b"\x0b" * 30_000 + inside(INPUTS, inside(1, b"x" * MIB)),
     ],
     ids=["no tag", "no number", "breaks off", "breaks off inside", "fixed", "groups"],
 )
@@ -90,10 +91,10 @@ async def test_long_texts_and_packed_ids_are_one_part_each():
 
 
 async def test_the_bound_itself_is_allowed():
-    raw = inside(1, inside(1, b"xx")) * (MAX_PARTS // 2)
+    raw = inside(INPUTS, inside(1, b"xx")) * (MAX_PARTS // 2)
     await check_parts(raw, EMBED)
     with pytest.raises(ServiceError):
-        await check_parts(raw + inside(1, b""), EMBED)
+        await check_parts(raw + inside(INPUTS, b""), EMBED)
 
 
 @pytest.mark.parametrize("method", ["EmbeddingService/Embed", "GenerationService/Complete"])
@@ -196,7 +197,7 @@ def test_maps_are_found_wherever_they_are():
 
 
 async def test_the_event_loop_turns_while_parts_are_counted():
-    counting = asyncio.ensure_future(check_parts(inside(1, inside(1, b"xx")) * (MAX_PARTS // 2), EMBED))
+    counting = asyncio.ensure_future(check_parts(inside(INPUTS, inside(1, b"xx")) * (MAX_PARTS // 2), EMBED))
     turns = 0
     while not counting.done():
         await asyncio.sleep(0)
