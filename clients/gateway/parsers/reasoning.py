@@ -18,9 +18,9 @@ class ReasoningFormat(NamedTuple):
     has_special_markers: bool = False
     """Whether the markers are special tokens, which are in the text only on request."""
     before_answer: str = ""
-    """What follows the reasoning before the answer, if that is not white space."""
+    """The text between the reasoning and the answer, if that is not white space."""
     text_opens: str = ""
-    """What precedes the text of an answer, with and without reasoning, but not a call."""
+    """The text before the content of an answer, with and without reasoning. A call has other text before it."""
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -28,8 +28,8 @@ FILES = {
 }
 """The templates of models. The model of the others has none that shows tools in a package."""
 CALLS = (
-    "{{{{ tools or '' }}}}{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content or '' }}}}{{% if m.tool_calls %}}{}{{% endif %}}\n"
-    "{{% endfor %}}{{% if add_generation_prompt %}}assistant: {{% endif %}}"
+    "{{{{ tools or '' }}}}{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content or '' }}}}"
+    "{{% if m.tool_calls %}}{}{{% endif %}}\n{{% endfor %}}{{% if add_generation_prompt %}}assistant: {{% endif %}}"
 )
 OWN = {
     "deepseek_v3": CALLS.format(

@@ -40,6 +40,7 @@ class Output:
         self.content: str = line["content"]
         self.reasoning: str = line.get("reasoning", "")
         self.calls: list[tuple[str, Any]] = [(name, arguments) for name, arguments in line["calls"]]
+        self.messages: list[tuple[str, str | None, str]] | None = line.get("messages")
         self.is_whole = not line.get("breaks_off", False)
 
     def read(self, parts):
@@ -83,6 +84,20 @@ def test_a_whole_output_is_what_was_meant(output):
     content, reasoning, calls, is_whole = output.read([output.text])
     assert (content, reasoning, is_whole) == (output.content, output.reasoning, output.is_whole)
     assert meant(calls, output.calls) == output.calls
+
+
+def test_harmony_is_read_as_openai_harmony_reads_it():
+    """The messages in these outputs are those of the official library, version 0.0.8. It reads the others in another
+    way: it fails on text outside messages, and does not see a message that begins inside another."""
+    outputs = [output for output in BY_KIND["harmony"] if output.messages is not None]
+    assert len(outputs) > 30
+    for output in outputs:
+        reasoning = [text for channel, to, text in output.messages if channel == "analysis" and not to]
+        calls = [(to, text) for _, to, text in output.messages if to]
+        content, thoughts, read, _ = output.read([output.text])
+        assert thoughts == "\n".join(filter(None, reasoning))
+        assert content == "".join(text for channel, to, text in output.messages if channel != "analysis" and not to)
+        assert read == [(to.removeprefix("functions."), text) for to, text in calls]
 
 
 @every_output
