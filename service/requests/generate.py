@@ -239,7 +239,8 @@ class RequestBuilder:
         else:
             end = self._tokenizer.decode(prompt[-_MAX_END_TOKENS:], include_special_tokens=True)
             section = reasoning.after_template(end)
-        return reasoning.grammar(grammar, section, max_tokens)
+        shows_marks = start.output.include_special_tokens
+        return reasoning.grammar(grammar, section, max_tokens, shows_marks=shows_marks)
 
     def _prompt(self, start: pb.GenerationStart, salt: bytes) -> Prompt:
         kind = start.WhichOneof("prompt")

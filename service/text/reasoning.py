@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
 
-REASONING_MARKS = tuple(mark for form in REASONING_FORMATS.values() for mark in (form.opens, form.closes))
+REASONING_MARKS = tuple(mark for form in REASONING_FORMATS.values() for mark in form.marks)
 MAX_RESERVED_TOKENS = 1024
 """Tokens reserved for the answer, or a quarter of ``max_tokens`` if that is fewer. Reasoning that uses up the rest is
 closed."""
@@ -39,7 +39,8 @@ class Reasoning:
         formats = tuple(REASONING_FORMATS.values())
         shown = next((form for form in formats if any(form.opens in template for template in templates)), None)
         self._unopened = Section.NONE if shown is None else Section.POSSIBLE
-        form = shown or next((form for form in formats if form.closes in token_ids), formats[0])
+        form = shown or next((form for form in formats if form.closes in token_ids and not form.text_opens), formats[0])
+        self._form = form
         self._opens, self._closes = form.opens, form.closes
         self._ids = token_ids
         self._turns = [token for token in special_tokens if token not in (form.opens, form.closes)]
@@ -59,18 +60,23 @@ class Reasoning:
 
     def after_text(self, text: str) -> Section:
         """Returns the section that follows a prompt without messages. A special token ends a turn there."""
+        if not text.rstrip().endswith(self._form.before_answer):
+            return Section.NONE
         begins = text.rfind(self._opens)
         rest = text[begins:] if begins >= 0 else ""
         if rest and self._closes not in rest and not any(token in rest for token in self._turns):
             return Section.OPEN
         return Section.NONE if text.rstrip().endswith(self._closes) else self._unopened
 
-    def grammar(self, answer: str, section: Section, max_tokens: int) -> str:
-        """Returns the grammar of the whole output, which has at most ``max_tokens``: reasoning, then ``answer``."""
-        if section is Section.NONE:
+    def grammar(self, answer: str, section: Section, max_tokens: int, *, shows_marks: bool = True) -> str:
+        """Returns the grammar of the whole output, which has at most ``max_tokens``: reasoning, then ``answer``.
+        ``shows_marks``: the output's text has special tokens. Without them the parts of an answer in channels could not
+        be told apart, so it is only ``answer``."""
+        if section is Section.NONE or (self._form.text_opens and not shows_marks):
             return answer
         opens, closes = self._opens, self._closes
-        rules = [r"space: /[ \n]{0,2}/"]
+        between = self._form.before_answer
+        rules = [f"space: {self._expression(between)}" if between else r"space: /[ \n]{0,2}/"]
         if closes in self._ids:
             most = max(0, max_tokens - min(max_tokens // 4, MAX_RESERVED_TOKENS) - 1)
             ids = ",".join(map(str, sorted({self._ids[closes], *self._eos_token_ids})))
@@ -81,12 +87,25 @@ class Reasoning:
         before = "thought space"
         if section is Section.POSSIBLE:
             before = "(opening thought space)?"
-            opening = f"space <[{self._ids[opens]}]>" if opens in self._ids else rf"/[ \n]{{0,2}}{_escaped(opens)}/"
+            if opens in self._ids:
+                opening = f"space <[{self._ids[opens]}]>"
+            elif any(mark in opens for mark in self._ids):
+                opening = self._expression(opens)
+            else:
+                opening = rf"/[ \n]{{0,2}}{_escaped(opens)}/"
             rules.append(f"opening: {opening}")
+        if self._form.text_opens:
+            before += f" {self._expression(self._form.text_opens)}"
         # The library requires the same options on both grammars.
         options = answer.partition("\n")[0] + "\n" if answer.startswith("%llguidance") else ""
         whole = options + "\n".join([f"start: {before} @answer", *rules])
         return json.dumps({"grammars": [{"lark_grammar": whole}, {"name": "answer", "lark_grammar": answer}]})
+
+    def _expression(self, text: str) -> str:
+        """Returns the expression of a text of marks, each as a token or as text."""
+        ids = {mark: self._ids[mark] for mark in self._form.marks if mark in self._ids}
+        parts = re.split("(" + "|".join(map(re.escape, ids)) + ")", text) if ids else [text]
+        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
 
 
 def _escaped(text: str) -> str:

@@ -5,10 +5,21 @@ import sys
 from contextlib import contextmanager
 from types import ModuleType
 
-from penstock.clients.gateway.parsers import incremental_text as source, pythonic, tool_formats as tool_calls
+from penstock.clients.gateway.parsers import (
+    gemma_calls,
+    harmony,
+    incremental_text as source,
+    marked_calls,
+    pythonic,
+    tagged_calls,
+    tool_formats as tool_calls,
+    typed_values,
+)
 from penstock.clients.gateway.requests import custom_tools
 
-_READERS: tuple[ModuleType, ...] = (custom_tools, pythonic, source, tool_calls)
+_READERS: tuple[ModuleType, ...] = (
+    custom_tools, gemma_calls, harmony, marked_calls, pythonic, source, tagged_calls, tool_calls, typed_values
+)  # fmt: skip
 """The modules whose patterns read a model's text."""
 
 
@@ -92,6 +103,14 @@ class _CountedPattern:
         found = self._pattern.match(text, start)
         self._count.add((len(text) if found is None else found.end()) - start + 1)
         return found
+
+    def fullmatch(self, text):
+        self._count.add(len(text) + 1)
+        return self._pattern.fullmatch(text)
+
+    def sub(self, replacement, text):
+        self._count.add(len(text) + 1)
+        return self._pattern.sub(replacement, text)
 
     def search(self, text):
         self._count.add(len(text))

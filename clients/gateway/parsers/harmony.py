@@ -25,8 +25,8 @@ class MessageHeader(NamedTuple):
 
     channel: str
     """Empty if the model left it out."""
-    function: str
-    """The function that the message calls, or empty."""
+    recipient: str
+    """What the message calls, or empty."""
 
 
 class HarmonyParser(ToolCallParser):
@@ -93,14 +93,11 @@ class HarmonyParser(ToolCallParser):
         if header is None:
             source.go_back()
             return None
-        if header.function:
-            if (yield from source.after_space()) != "{":
+        if header.recipient:
+            if not (yield from self._read_call(header.recipient)):
+                end = source.at
                 source.go_back()
-                return None
-            self._open_call(header.function)
-            whole = yield from source.nested(self._add_arguments)
-            if not whole:
-                self._break_off()
+                self._add_here(marker + source.read_text(end - source.at))
             source.end_keep()
             return self._add_here
         source.end_keep()
@@ -108,6 +105,21 @@ class HarmonyParser(ToolCallParser):
             return self._add_here
         self._begins_reasoning = True
         return self._add_reasoning
+
+    def _read_call(self, recipient: str) -> Reading[bool]:
+        """Reads a call's arguments. Returns whether there is a call; if not, nothing is read."""
+        source = self._source
+        name = recipient.removeprefix("functions.")
+        if not (self._has_calls and name and (name != recipient or name in self._tools)):
+            return False  # a tool of the model's own, which is not offered to it
+        begin = source.at
+        if (yield from source.after_space()) != "{":
+            source.at = begin
+            return False
+        self._open_call(name)
+        if not (yield from source.nested(self._add_arguments)):
+            self._break_off()
+        return True
 
     def _read_header(self, marker: str) -> Reading[MessageHeader | None]:
         """Reads the header of an assistant's message up to its text; None if it is not one."""
@@ -119,7 +131,7 @@ class HarmonyParser(ToolCallParser):
         for _ in range(_MAX_WORDS):
             yield from source.match(_SPACE)
             if (yield from source.starts_with(_MESSAGE)):
-                return self._header(channel, recipient)
+                return MessageHeader(channel, recipient)
             if (yield from source.starts_with(_CHANNEL)):
                 word = yield from source.match(_WORD)
                 if channel or not word:
@@ -133,9 +145,3 @@ class HarmonyParser(ToolCallParser):
             if word.startswith("to="):
                 recipient = word.removeprefix("to=")
         return None
-
-    def _header(self, channel: str, recipient: str) -> MessageHeader | None:
-        function = recipient.removeprefix("functions.")
-        if recipient and not (self._has_calls and function and (function != recipient or function in self._tools)):
-            return None  # a tool of the model's own, which is not offered to it
-        return MessageHeader(channel, function)

@@ -1,5 +1,6 @@
 """Separates a model's reasoning from its answer."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -17,7 +18,15 @@ class ReasoningFormat(NamedTuple):
     has_special_markers: bool = False
     """Whether the markers are special tokens, which are in the text only on request."""
     before_answer: str = ""
-    """What follows the reasoning before the answer, if that is not white space."""
+    """The text between the reasoning and the answer, if that is not white space."""
+    text_opens: str = ""
+    """The text before the content of an answer, with and without reasoning. A call has other text before it."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The markers, and those inside them which may be single tokens."""
+        inner = re.findall(r"<\|?[^<>|]+\|?>", self.opens + self.closes + self.before_answer + self.text_opens)
+        return tuple(dict.fromkeys((self.opens, self.closes, *inner)))
 
     def is_open_in(self, text: str) -> bool:
         """Whether a text ends inside reasoning that is still open."""
@@ -28,7 +37,9 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", has_special_markers=True),
     "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", has_special_markers=True),
-    HARMONY: ReasoningFormat("<|channel|>analysis<|message|>", "<|end|>", True, "<|start|>assistant"),
+    HARMONY: ReasoningFormat(
+        "<|channel|>analysis<|message|>", "<|end|>", True, "<|start|>assistant", "<|channel|>final<|message|>"
+    ),
 }
 """The formats by the names for ``--reasoning-parser``."""
 

@@ -129,7 +129,7 @@ class ArgumentValue:
         if self._streams or not self._held:
             return
         text = self._text()
-        self._take(f'"{escaped(text)}' if "string" in self._types else text)
+        self._take(f'"{escaped(text)}' if "string" in self._types else text.rstrip())
 
     def _text(self) -> str:
         text = "".join(self._held)

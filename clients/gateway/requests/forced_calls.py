@@ -2,13 +2,9 @@
 
 import penstock.v1 as pb
 from penstock.clients.gateway.errors import invalid
-from penstock.clients.gateway.parsers.tool_grammar import (
-    MARKED_FORMATS,
-    CallableTool,
-    CannotBeHeld,
-    call_grammar,
-    text_grammar,
-)
+from penstock.clients.gateway.parsers.harmony import HARMONY
+from penstock.clients.gateway.parsers.lark_grammar import CallableTool, CannotBeHeld
+from penstock.clients.gateway.parsers.tool_grammar import MARKED_FORMATS, call_grammar, text_grammar
 from penstock.clients.gateway.requests.chat import uses_tools
 from penstock.clients.gateway.requests.constraints import constraint_field
 from penstock.clients.gateway.requests.formats import answer_shape, formats_of
@@ -46,7 +42,11 @@ async def fill_calls(start: pb.GenerationStart, body: ChatRequest, caller: Upstr
         start.constraint.lark = write(formats.tool, tools, one=one, shape=await answer_shape(formats, caller))
     except CannotBeHeld as error:
         raise invalid("tools", str(error)) from None
-    if caller.settings.reasoning_parser != AUTO or body.constrained_decoding_start == "first_token":
+    if (
+        formats.reasoning == HARMONY
+        or caller.settings.reasoning_parser != AUTO
+        or body.constrained_decoding_start == "first_token"
+    ):
         start.constraint.start = CONSTRAINT_START_FIRST_TOKEN
 
 

@@ -16,9 +16,10 @@ import penstock.v1 as pb
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.parsers.base import AnswerParser
+from penstock.clients.gateway.parsers.harmony import HARMONY
+from penstock.clients.gateway.parsers.lark_grammar import AnswerShape
 from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
 from penstock.clients.gateway.parsers.registry import make_parser, shows_special_tokens
-from penstock.clients.gateway.parsers.tool_grammar import AnswerShape
 from penstock.clients.gateway.requests.chat import content_text, template_variables, uses_tools
 from penstock.clients.gateway.requests.constraints import is_constrained
 from penstock.clients.gateway.requests.tool_choice import forces_call
@@ -39,6 +40,15 @@ _TOOL = json.dumps(
 )
 _CALL = pb.ToolCall(id="probecall", name="probe_tool", arguments='{"probe": "value"}')  # Mistral's ids have 9 letters
 _SHOWN_CALLS = {
+    "harmony": re.compile(r"functions\.probe_tool ?<\|(channel|constrain|message)\|>"),
+    "deepseek_v31": re.compile(r"<｜tool▁call▁begin｜>probe_tool<｜tool▁sep｜>"),
+    "deepseek_v3": re.compile(r"<｜tool▁sep｜>probe_tool"),
+    "kimi_k2": re.compile(r"<\|tool_call_begin\|>[\w.:-]*probe\w*(:\d+)?<\|tool_call_argument_begin\|>"),
+    "gemma4": re.compile(r"<\|tool_call>call:probe_tool\{"),
+    "functiongemma": re.compile(r"<start_function_call>call:probe_tool\{"),
+    "qwen3_coder": re.compile(r"<tool_call>\s*<function=probe_tool>"),
+    "glm45": re.compile(r"<tool_call>probe_tool\s*<arg_key>"),
+    "minimax_m2": re.compile(r'<minimax:tool_call>\s*<invoke name="probe_tool">'),
     "mistral": re.compile(r"\[TOOL_CALLS\]"),
     "hermes": re.compile(r'<tool_call>\s*\{"name":\s*"probe_tool"'),
     "pythonic": re.compile(r"\[probe_tool\("),
@@ -104,11 +114,13 @@ async def answer_shape(formats: OutputFormats, caller: UpstreamCaller) -> Answer
     call, prompt = await _shown_call(caller), await _prompt(caller, "", True)
     specials: dict[str, int] = {}
     if shows_special_tokens(formats.tool, formats.reasoning):
-        ids = {*call.token_ids, *prompt.token_ids}
+        ids = {*call.token_ids, *prompt.token_ids, *(await _shown_call(caller, reasoning="thought")).token_ids}
         known = await caller.describe(ids)
         specials = {known[each].text.decode(errors="replace"): each for each in ids if known[each].is_special}
-    # The service detects the template's reasoning itself, and starts a constraint after it.
-    reasoning = None if caller.settings.reasoning_parser == AUTO else formats.reasoning
+    # The service detects the template's reasoning itself, and starts a constraint after it. A call in a channel of its
+    # own is not what it expects there.
+    is_detected = caller.settings.reasoning_parser == AUTO and formats.reasoning != HARMONY
+    reasoning = None if is_detected else formats.reasoning
     return AnswerShape(call.text, specials, reasoning, formats.in_reasoning)
 
 
@@ -117,10 +129,10 @@ async def _tool_format(caller: UpstreamCaller) -> str:
     return next((name for name, shown in _SHOWN_CALLS.items() if shown.search(text)), NONE)
 
 
-async def _shown_call(caller: UpstreamCaller) -> RenderChatResponse:
+async def _shown_call(caller: UpstreamCaller, reasoning: str | None = None) -> RenderChatResponse:
     messages = [
         pb.ChatMessage(role="user", content="question"),
-        pb.ChatMessage(role="assistant", tool_calls=[_CALL]),
+        pb.ChatMessage(role="assistant", tool_calls=[_CALL], reasoning_content=reasoning),
         pb.ChatMessage(role="tool", content="answer", tool_call_id=_CALL.id, name=_CALL.name),
     ]
     return await _rendered(caller, pb.Chat(messages=messages, tools=[_TOOL]))
@@ -129,7 +141,9 @@ async def _shown_call(caller: UpstreamCaller) -> RenderChatResponse:
 async def _reasoning_format(caller: UpstreamCaller, with_tools: bool) -> str:
     # Templates that do not open reasoning render an empty one if it is disabled.
     variables = ("", '{"enable_thinking": false}')
-    text = "".join([(await _prompt(caller, each, with_tools)).text for each in variables])
+    prompts = [await _prompt(caller, each, with_tools) for each in variables]
+    # Others show only the reasoning before a call.
+    text = "".join(each.text for each in [*prompts, await _shown_call(caller, reasoning="thought")])
     return next((name for name, form in REASONING_FORMATS.items() if form.opens in text), NONE)
 
 

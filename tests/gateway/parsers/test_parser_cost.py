@@ -51,8 +51,89 @@ TEXTS = {
         "[TOOL_CALLS]f{}x ",
     ],
     "pythonic": ["[f(x=[", "[f(x='", "[f(x=''", "[f(),", "f(),", "[f(x=1),", "[f(x=1,"],
+    "qwen3_coder": [
+        "<tool_call>",
+        "<function=f",
+        "<function=f>",
+        "<tool_call><function=f>",
+        "<function=f><parameter=x>",
+        "<function=f><parameter=n>",
+        "<function=f><parameter=n>1</parameter>",
+        "<function=f><parameter=o></parameter",
+        "<parameter=n>",
+        "<parameter=n>x</parameter>",
+        "</function>",
+        "<function=f></function>",
+        "<tool_call><function=f></function></tool_call>x ",
+    ],
+    "glm45": [
+        "<tool_call>f",
+        "<tool_call>f<arg_key>n",
+        "<tool_call>f<arg_key>n</arg_key><arg_value>",
+        "<tool_call>f<arg_key>x</arg_key><arg_value>",
+        "<tool_call>f<arg_key>n</arg_key>",
+        "<tool_call>f</tool_call>",
+        "<arg_key>n</arg_key><arg_value>1</arg_value>",
+    ],
+    "minimax_m2": [
+        "<minimax:tool_call>",
+        '<minimax:tool_call><invoke name="f">',
+        '<minimax:tool_call><invoke name="f"><parameter name="n">',
+        '<parameter name="x">1</parameter>',
+        '<invoke name="f"></invoke>',
+        '<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call>',
+    ],
+    "deepseek_v3": [
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n",
+        '<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"x":[',
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+        "<｜tool▁call",
+    ],
+    "kimi_k2": [
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>f:0",
+        '<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"x":[',
+        "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "<|tool_call",
+    ],
+    "gemma4": [
+        "<|tool_call>",
+        "<|tool_call>call:f{",
+        '<|tool_call>call:f{x:<|"|>',
+        "<|tool_call>call:f{x:[",
+        "<|tool_call>call:f{}",
+        "x:1,",
+        "[1,",
+        '<|"|>x<|"|>,',
+        "x:{",
+    ],
+    "harmony": [
+        "<|start|>",
+        "<|channel|>",
+        "<|start|>assistant",
+        "<|channel|>analysis",
+        "<|channel|>analysis<|message|>",
+        "<|channel|>final<|message|>x<|end|>",
+        "<|channel|>commentary to=functions.f<|message|>",
+        "<|channel|>commentary to=functions.f<|message|>{",
+        "<|channel|>commentary to=functions.f<|message|>{}",
+        "<|channel|>commentary to=functions.f ",
+        "<|end|> ",
+        "<|",
+    ],
 }
-BEGINNINGS = {"llama3_json": ['{"x":[', '{"name":"f","parameters":{"x":['], "pythonic": ["[", "[f(x=[", "[f(x='"]}
+BEGINNINGS = {
+    "llama3_json": ['{"x":[', '{"name":"f","parameters":{"x":['],
+    "pythonic": ["[", "[f(x=[", "[f(x='"],
+    "qwen3_coder": ["<function=f><parameter=n>", "<function=f><parameter=x>", "<function=f>"],
+    "glm45": ["<tool_call>f<arg_key>x</arg_key><arg_value>", "<tool_call>f<arg_key>n</arg_key><arg_value>"],
+    "minimax_m2": ['<minimax:tool_call><invoke name="f">'],
+    "gemma4": ["<|tool_call>call:f{", "<|tool_call>call:f{x:[", '<|tool_call>call:f{x:<|"|>'],
+    "harmony": ["<|channel|>analysis<|message|>", "<|channel|>commentary to=functions.f<|message|>{"],
+}
 CASES = [
     (name, beginning, unit)
     for name, units in TEXTS.items()
@@ -60,7 +141,7 @@ CASES = [
     for unit in units + ANY_FORMAT
 ]
 LONG = "not a call " * 40
-ENDS = ("", ']}"')
+ENDS = dict.fromkeys(("hermes", "llama3_json", "mistral", "pythonic"), ("", ']}"'))
 small_and_large = pytest.mark.parametrize(("size", "piece_size"), [(KIB // 2, 1), (2 * KIB, 7), (4 * KIB, 4 * KIB)])
 
 
@@ -84,7 +165,7 @@ def tool_parser(name, reasoning=None, **given):
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_tool_calls(monkeypatch, name, size, piece_size):
     for each, beginning, unit in CASES:
-        for end in ENDS if each == name else ():
+        for end in ENDS.get(name, ("",)) if each == name else ():
             feed(monkeypatch, tool_parser(name), text_of(beginning, unit, size, end), piece_size)
 
 
@@ -117,6 +198,8 @@ def test_a_mebibyte_of_everything(monkeypatch, name, beginning, unit, piece_size
 
 PARTS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", '{"name":"f"', '"x":', '"arguments":{',
+    "<function=f>", "<parameter=n>", "</parameter>", "<arg_key>", "<arg_value>", "<|tool_call>call:f{", '<|"|>',
+    "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<|channel|>", "<|message|>", "<|start|>assistant", " to=functions.f",
     "{", "}", "[", "]", '"', "'", "\\", ",", ":", ";", "f(", "x=", ")", " ", "1", "null", "<", "T", "é",
 ]  # fmt: skip
 parts = st.lists(st.sampled_from(PARTS), max_size=6).map("".join)

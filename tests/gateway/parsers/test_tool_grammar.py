@@ -9,14 +9,8 @@ import pytest
 from texts.tool_texts import take_apart
 from texts.written_calls import FAMILY_FORMATS, write_calls
 
-from penstock.clients.gateway.parsers.tool_grammar import (
-    MARKED_FORMATS,
-    AnswerShape,
-    CallableTool,
-    CannotBeHeld,
-    call_grammar,
-    text_grammar,
-)
+from penstock.clients.gateway.parsers.lark_grammar import AnswerShape, CallableTool, CannotBeHeld
+from penstock.clients.gateway.parsers.tool_grammar import MARKED_FORMATS, call_grammar, text_grammar
 from penstock.models.structured_output.compiler import compile_grammar, read_tokenizer, to_grammar
 
 DICE = {

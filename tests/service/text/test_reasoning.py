@@ -106,6 +106,33 @@ def test_a_model_whose_template_shows_no_reasoning():
     assert plain.grammar("start: /a/", Section.NONE, 9) == "start: /a/"
 
 
+def test_channels_of_gpt_oss():
+    """The answer is in a channel of its own, with or without reasoning before it."""
+    start, channel, message, end = (ord(letter) for letter in "SCME")
+    ids = {"<|start|>": start, "<|channel|>": channel, "<|message|>": message, "<|end|>": end}
+    template = ["'<|start|>assistant<|channel|>analysis<|message|>' + message.thinking"]
+    gpt_oss = Reasoning(template, ids, ["<|end|>"], [EOS])
+    assert gpt_oss.after_template("<|start|>assistant") is Section.POSSIBLE
+    assert gpt_oss.after_text("q<|end|><|start|>assistant") is Section.POSSIBLE
+    assert gpt_oss.after_text("{") is Section.NONE
+    grammar = gpt_oss.grammar('start: "yes"', Section.POSSIBLE, 100)
+    for text in ("CfinalMyes", "CanalysisMHm {<E" + "SassistantCfinalMyes"):
+        assert takes(grammar, text)
+    for text in ("yes", "CanalysisMHmE", "CanalysisMHmEyes", "CanalysisMHmESassistantCfinalMno"):
+        assert not takes(grammar, text)
+    assert takes(gpt_oss.grammar('start: "yes"', Section.OPEN, 100), "HmESassistantCfinalMyes")
+    assert takes(gpt_oss.grammar('start: "yes"', Section.POSSIBLE, 100, shows_marks=False), "yes")
+
+
+def test_a_mark_that_begins_with_a_special_token():
+    gemma = Reasoning(["<|channel>thought"], {"<|channel>": OPENS, "<channel|>": CLOSES}, [], [EOS])
+    grammar = gemma.grammar('start: "yes"', Section.POSSIBLE, 100)
+    assert takes(grammar, "<thought\nHm.>\nyes")
+    assert takes(grammar, "yes")
+    assert not takes(grammar, "<yes")
+    assert gemma.after_template("<|channel>thought\n<channel|>") is Section.NONE
+
+
 def test_mistrals_marks():
     mistral = Reasoning(["[THINK]"], {}, [], [EOS])
     assert mistral.after_template("[THINK]") is Section.OPEN
