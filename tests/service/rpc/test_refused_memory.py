@@ -152,7 +152,8 @@ class Sender:
 
 
 def message(method: str, start: pb.GenerationStart) -> bytes:
-    kinds = {"Complete": pb.CompleteRequest, "GenerateOne": pb.GenerateOneRequest, "Generate": pb.GenerateRequest}
+    kinds: dict[str, Any] = {"Complete": pb.CompleteRequest, "GenerateOne": pb.GenerateOneRequest}
+    kinds["Generate"] = pb.GenerateRequest
     request = kinds[method](start=start)
     request.start.ref = 1
     return request.SerializeToString()
