@@ -21,7 +21,7 @@ from penstock.service.config.field_rules import Limit
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import Reason, ServiceError, invalid
-from penstock.service.requests.chat import check_chat, parse_chat
+from penstock.service.requests.chat import check_chat, content_text, parse_chat
 from penstock.service.requests.contexts import StoredContext
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.streaming.pending_message import OutputForm
@@ -201,7 +201,7 @@ class RequestBuilder:
         if not start.HasField("chat"):
             section = reasoning.after_text(self._tokenizer.decode(prompt, include_special_tokens=True))
         elif chat.continue_final_message:
-            section = reasoning.after_message(chat.messages[-1].content)
+            section = reasoning.after_message(content_text(chat.messages[-1]))
         else:
             end = self._tokenizer.decode(prompt[-_MAX_END_TOKENS:], include_special_tokens=True)
             section = reasoning.after_template(end)

@@ -15,7 +15,12 @@ from penstock.clients.gateway.requests.sampling import (
     new_start,
     sampling_names,
 )
-from penstock.clients.gateway.schemas.chat import ChatRequest, ChatRequestMessage, ChatTextPart
+from penstock.clients.gateway.schemas.chat import (
+    ChatRequest,
+    ChatRequestMessage,
+    ChatTextPart,
+    FunctionDefinition,
+)
 from penstock.clients.gateway.schemas.common import TEXT_PARTS
 from penstock.clients.gateway.settings import NONE
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
@@ -59,10 +64,9 @@ def build_chat(body: ChatRequest) -> pb.Chat:
         _add_message(chat, message, f"messages[{at}]")
     if uses_tools(body):
         for tool in body.tools or ():
-            shown = tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
-            chat.tools.append(json.dumps(shown, ensure_ascii=False))
+            _add_tool(chat, tool.function)
     if variables := template_variables(body):
-        chat.template_variables = variables
+        chat.template_variables_json = variables
     if body.continue_final_message:
         chat.continue_final_message = True
     elif body.add_generation_prompt is not None:
@@ -114,13 +118,24 @@ def _add_message(chat: pb.Chat, message: ChatRequestMessage, where: str) -> None
     chat.messages.add(
         role=message.role,
         content=None if content is None else content_text(content, where, may_refuse=message.role == "assistant"),
-        reasoning_content=message.reasoning if message.reasoning_content is None else message.reasoning_content,
+        reasoning=message.reasoning if message.reasoning_content is None else message.reasoning_content,
         name=message.name,
         tool_call_id=message.tool_call_id,
         tool_calls=[
-            pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+            pb.ToolCall(id=call.id, name=call.function.name, arguments_json=call.function.arguments)
             for call in message.tool_calls or ()
         ],
+    )
+
+
+def _add_tool(chat: pb.Chat, function: FunctionDefinition) -> None:
+    parameters = function.parameters
+    chat.tools.add().function.MergeFrom(
+        pb.FunctionTool(
+            name=function.name,
+            description=function.description,
+            parameters_json=None if parameters is None else json.dumps(parameters, ensure_ascii=False),
+        )
     )
 
 

@@ -3,7 +3,6 @@
 A template that renders a call in a conversation's history reveals the model's format.
 """
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,17 +26,16 @@ from penstock.clients.gateway.settings import AUTO, NONE
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1 import RenderChatRequest, RenderChatResponse
 
-_TOOL = json.dumps(
-    {
-        "type": "function",
-        "function": {
-            "name": "probe_tool",
-            "description": "A tool.",
-            "parameters": {"type": "object", "properties": {"probe": {"type": "string"}}},
-        },
-    }
+_TOOL = pb.Tool(
+    function=pb.FunctionTool(
+        name="probe_tool",
+        description="A tool.",
+        parameters_json='{"type": "object", "properties": {"probe": {"type": "string"}}}',
+    )
 )
-_CALL = pb.ToolCall(id="probecall", name="probe_tool", arguments='{"probe": "value"}')  # Mistral's ids have 9 letters
+_CALL = pb.ToolCall(
+    id="probecall", name="probe_tool", arguments_json='{"probe": "value"}'
+)  # Mistral's ids have 9 letters
 _SHOWN_CALLS = {
     "mistral": re.compile(r"\[TOOL_CALLS\]"),
     "hermes": re.compile(r'<tool_call>\s*\{"name":\s*"probe_tool"'),
@@ -137,7 +135,7 @@ async def _prompt(caller: UpstreamCaller, variables: str, with_tools: bool) -> R
     """Renders a short conversation: a model may have a separate template for tools."""
     message = pb.ChatMessage(role="user", content="question")
     tools = [_TOOL] if with_tools else []
-    return await _rendered(caller, pb.Chat(messages=[message], template_variables=variables, tools=tools))
+    return await _rendered(caller, pb.Chat(messages=[message], template_variables_json=variables, tools=tools))
 
 
 async def _rendered(caller: UpstreamCaller, chat: pb.Chat) -> RenderChatResponse:

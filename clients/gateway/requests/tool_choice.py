@@ -35,7 +35,12 @@ class AllowedTools:
     @property
     def names(self) -> Names:
         """The caller's names for the contract's tools."""
-        return [(rf"chat\.tools\[{at}\]", f"tools[{index}]") for at, index in enumerate(self.indices) if at != index]
+        moved = [(at, index) for at, index in enumerate(self.indices) if at != index]
+        schemas = [
+            (rf"chat\.tools\[{at}\]\.function\.parameters_json", f"tools[{index}].function.parameters")
+            for at, index in moved
+        ]
+        return [*schemas, *((rf"chat\.tools\[{at}\]", f"tools[{index}]") for at, index in moved)]
 
     @property
     def places(self) -> Sequence[str]:

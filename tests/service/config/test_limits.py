@@ -63,13 +63,15 @@ def bad_lists(bound: Any, of_what: str) -> Iterator[tuple[Any, str]]:
     """Lists that are too long, in items or in bytes, or have an item that is out of its own bounds."""
     high = bound.high
     match bound:
-        case bounds.Messages(max_bytes=max_bytes, max_calls=max_calls):
+        case bounds.Messages(max_bytes=max_bytes, max_inner=max_inner):
             per_message = 128
             calls = [pb.ToolCall(name="x")] * per_message
-            yield [pb.ChatMessage(role="assistant", tool_calls=calls)] * (max_calls // per_message + 1), ""
+            yield [pb.ChatMessage(role="assistant", tool_calls=calls)] * (max_inner // per_message + 1), ""
+            parts = [pb.ContentPart(text="x")] * per_message
+            yield [pb.ChatMessage(role="user", content_parts=parts)] * (max_inner // per_message + 1), ""
             yield [pb.ChatMessage(role="user")] * (high + 1), ""
             yield [pb.ChatMessage(role="user", content="x" * (max_bytes // 2 + 1))] * 2, ""
-            call = pb.ToolCall(name="x", arguments="x" * max_bytes)
+            call = pb.ToolCall(name="x", arguments_json="x" * max_bytes)
             yield [pb.ChatMessage(role="assistant", content="x", tool_calls=[call])], ""
             yield [pb.ChatMessage(role="user"), pb.ChatMessage(content="x")], "[1].role"
         case kinds.Texts(max_bytes=max_bytes):
@@ -83,6 +85,14 @@ def bad_lists(bound: Any, of_what: str) -> Iterator[tuple[Any, str]]:
         case kinds.Items() if of_what == "ToolCall":
             yield [pb.ToolCall(name="x")] * (high + 1), ""
             yield [pb.ToolCall(name="x"), pb.ToolCall(id="x")], "[1].name"
+        case kinds.Items() if of_what == "ContentPart":
+            yield [pb.ContentPart(text="x")] * (high + 1), ""
+            yield [pb.ContentPart(text="x"), pb.ContentPart(image=pb.MediaContent(uri="x"))], "[1].image"
+        case kinds.Items() if of_what == "Tool":
+            tool = pb.Tool(function=pb.FunctionTool(name="x"))
+            yield [tool] * (high + 1), ""
+            yield [tool, pb.Tool()], "[1].function"
+            yield [tool, pb.Tool(function=pb.FunctionTool(description="x"))], "[1].function.name"
         case kinds.Items() if of_what == "EmbedInput":
             yield [pb.EmbedInput(text="x")] * (high + 1), ""
             long = pb.EmbedInput(token_ids=pb.TokenIds(ids=[0] * (kinds.MAX_UNCUT_IDS + 1)))
@@ -105,6 +115,10 @@ def bad_values(bound: Any, field: FieldDescriptor) -> Iterator[tuple[Any, str]]:
                 yield "\n" * max(bound.low, 1), ""
         case kinds.Known(numbers=numbers):
             yield max(numbers) + 1, ""
+        case kinds.Data(high=high):
+            yield b"x" * (high + 1), ""
+        case kinds.Unsupported():
+            yield pb.MediaContent(mime_type="image/png", uri="x"), ""
         case kinds.Items(high=high, each=kinds.Text() as each):
             yield ["x"] * (high + 1), ""
             yield [""], "[0]"
@@ -153,8 +167,12 @@ def complete(message: Any) -> None:
             message.messages.add(role="user")
         case pb.ChatMessage():
             message.role = message.role or "user"
-        case pb.ToolCall():
+        case pb.ToolCall() | pb.FunctionTool():
             message.name = message.name or "x"
+        case pb.Tool() if not message.HasField("function"):
+            message.function.name = "x"
+        case pb.MediaContent():
+            message.mime_type = message.mime_type or "image/png"
         case pb.EmbedRequest() | pb.ClassifyRequest() if not message.inputs:
             message.inputs.add(text="x")
         case pb.ScoreRequest():
@@ -218,6 +236,18 @@ def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
             complete(bad)
             start.chat.messages.add(role="assistant", tool_calls=[bad])
             path = f"chat.messages[0].tool_calls[0].{path}"
+        case pb.Tool() | pb.FunctionTool():
+            complete(bad)
+            is_whole = isinstance(bad, pb.Tool)
+            start.chat.messages.add(role="user")
+            start.chat.tools.append(bad if is_whole else pb.Tool(function=bad))
+            path = f"chat.tools[0].{path}" if is_whole else f"chat.tools[0].function.{path}"
+        case pb.ContentPart() | pb.MediaContent():
+            complete(bad)
+            is_part = isinstance(bad, pb.ContentPart)
+            start.chat.messages.add(role="user", content_parts=[bad if is_part else pb.ContentPart(image=bad)])
+            # All images are refused, so what is wrong with one is never named.
+            path = f"chat.messages[0].content_parts[0].{path if is_part else 'image'}"
         case pb.TenantSettings() | pb.RequestFilter() | pb.RequestIds():
             return in_an_admin_request(bad, path)
         case pb.EmbedInput():
