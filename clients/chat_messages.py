@@ -53,15 +53,24 @@ class ChatOptions(TypedDict, total=False):
     "parameters"}}, or as JSON text."""
     template_variables: Mapping[str, Any] | str | None
     """Further variables of the template, such as {"enable_thinking": False}, or as JSON text."""
+    tool_choice: str | Mapping[str, Any] | None
+    """"auto", "none", "required", or a function: {"type": "function", "function": {"name": ...}}."""
+    parallel_tool_calls: bool | None
     continue_final_message: bool | None
 
 
 CHAT_OPTION_NAMES = frozenset(ChatOptions.__annotations__)
 
+TOOL_CHOICE_MODES: Mapping[str, "pb.ToolChoiceMode.ValueType"] = {
+    "auto": pb.TOOL_CHOICE_MODE_AUTO,
+    "none": pb.TOOL_CHOICE_MODE_NONE,
+    "required": pb.TOOL_CHOICE_MODE_REQUIRED,
+}
+"""OpenAI's names of the modes."""
 _KEYS = frozenset(ChatMessage.__annotations__)
 _CALL_KEYS = frozenset(ToolCall.__annotations__)
 _TOOL_KEYS = frozenset({"type", "function"})
-_FUNCTION_KEYS = frozenset({"name", "description", "parameters"})
+_FUNCTION_KEYS = frozenset({"name", "description", "parameters", "strict"})
 
 
 def build_chat(messages: Sequence[ChatMessage], options: ChatOptions | None = None) -> pb.Chat:
@@ -84,10 +93,23 @@ def set_chat_option(chat: pb.Chat, name: str, value: object) -> None:
             _add_tool(chat, tool, f"tools[{index}]")
     elif name == "template_variables":
         chat.template_variables_json = _json(value, name)
+    elif name == "tool_choice":
+        _set_tool_choice(chat.tool_choice, value)
     elif not isinstance(value, bool):
         raise InvalidOption(name, f"expected true or false, got {shown(value)}")
     else:
         setattr(chat, name, value)
+
+
+def _set_tool_choice(choice: pb.ToolChoice, value: object) -> None:
+    if isinstance(value, str) and value in TOOL_CHOICE_MODES:
+        choice.mode = TOOL_CHOICE_MODES[value]
+        return
+    function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        modes = ", ".join(f'"{mode}"' for mode in TOOL_CHOICE_MODES)
+        raise InvalidOption("tool_choice", f"expected {modes} or a function, got {shown(value)}")
+    _set_text(choice, "function", function["name"], "tool_choice")
 
 
 def _add_message(chat: pb.Chat, message: ChatMessage, where: str) -> None:
@@ -135,6 +157,10 @@ def _add_tool(chat: pb.Chat, tool: Any, where: str) -> None:
         _set_text(added, "description", function["description"], where)
     if function.get("parameters") is not None:
         added.parameters_json = _json(function["parameters"], f"{where}.parameters")
+    if function.get("strict") is not None:
+        if not isinstance(function["strict"], bool):
+            raise InvalidOption(f"{where}.strict", f"expected true or false, got {shown(function['strict'])}")
+        added.strict = function["strict"]
 
 
 def _parsed(text: str, where: str) -> Any:

@@ -126,7 +126,8 @@ class SequenceDelta:
     logprobs: TokenLogprobs | None = None
     end: StopMatch | None = None
     text_lengths: list[int] | None = None
-    """The number of characters of the text that begin in each token, if there are ``logprobs``."""
+    """The number of characters of the text that begin in each token, if there are ``logprobs``, or the request measures
+    its text."""
 
 
 @dataclass(slots=True)
@@ -278,6 +279,8 @@ class Request:
     grammar_end_ids: frozenset[int] = frozenset()
     """Tokens that end an output that matches ``grammar``. Before ``min_tokens``, one comes only where the grammar
     allows nothing else, and ends the output there too."""
+    measures_text: bool = False
+    """Whether its deltas have ``text_lengths`` without log-probabilities too."""
     more_prompts: Sequence[Prompt] = ()
     """The prompts after the first, if it is pooled: ``n`` counts them all."""
     num_prompt_tokens: int = field(init=False)

@@ -117,6 +117,8 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         head=head,
         generates=checkpoint.classifier is None,
         sampling_defaults=defaults,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
         speculation=speculation,
         tls=files.tls,
         tenants=files.tenants,
@@ -234,8 +236,6 @@ def http_options(config: ServeConfig) -> Sequence[str]:
         allowed_hosts=config.allowed_hosts,
         unknown_fields=config.unknown_fields,
         sse_keep_alive=config.sse_keep_alive,
-        tool_call_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser,
         # The gateway's responses end with the service's requests; its own grace period must not end them earlier.
         shutdown_grace=math.ceil(config.shutdown_grace) + _HTTP_GRACE_S,
     )

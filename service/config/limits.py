@@ -151,6 +151,8 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "messages": Messages(4096, MAX_INNER_PARTS, MAX_TEXT_BYTES, required=True),
         "add_generation_prompt": _FLAG,
         "tools": Items(128, Nested()),
+        "tool_choice": Nested(),
+        "parallel_tool_calls": _FLAG,
         "template_variables_json": Text(1, 64 << 10),
         "continue_final_message": _FLAG,
     },
@@ -175,7 +177,9 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "name": Text(1, 256, required=True),
         "description": Text(0, MAX_TEXT_BYTES),
         "parameters_json": Text(1, MAX_TEXT_BYTES),
+        "strict": _FLAG,
     },
+    "ToolChoice": {"mode": Known(frozenset({0, 1, 2, 3})), "function": Text(1, 256)},
     "SamplingParams": {
         "temperature": Number(0, 100),
         "top_k": Number(0, 1_000_000),
@@ -200,6 +204,8 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "logprobs": Number(0, 20),
         "prompt_logprobs": Number(0, 20),
         "include_special_tokens": _FLAG,
+        "parse_reasoning": _FLAG,
+        "parse_tool_calls": _FLAG,
     },
     "GenerationCancel": {"refs": Refs(65_536)},
     "GenerationUpdate": {

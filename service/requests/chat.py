@@ -20,9 +20,14 @@ event loop: 0.1 s for 4 MiB of short lists."""
 _SET_BY_FIELDS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
+def shows_tools(chat: pb.Chat) -> bool:
+    """Whether the model sees the tools of a chat."""
+    return bool(chat.tools) and chat.tool_choice.mode != pb.TOOL_CHOICE_MODE_NONE
+
+
 def check_chat(chat: pb.Chat, template: ChatTemplate) -> None:
     """Makes all checks that need no parsing. ``template`` is the one that will render the chat. Raises ServiceError."""
-    if chat.tools and not template.shows_tools:
+    if shows_tools(chat) and not template.shows_tools:
         raise ServiceError(Reason.NO_TOOLS_IN_TEMPLATE, field="chat.tools")
     for index, message in enumerate(chat.messages):
         if message.role not in template.roles:
@@ -58,7 +63,9 @@ def parse_chat(chat: pb.Chat) -> TemplateInput:
     return TemplateInput(
         messages,
         add_generation_prompt=opens_turn and not chat.continue_final_message,
-        tools=[_tool(tool.function, f"chat.tools[{index}].function") for index, tool in enumerate(chat.tools)],
+        tools=[_tool(tool.function, f"chat.tools[{index}].function") for index, tool in enumerate(chat.tools)]
+        if shows_tools(chat)
+        else [],
         variables=_variables(chat.template_variables_json),
         continue_final_message=chat.continue_final_message,
     )
@@ -99,13 +106,13 @@ def _tool(function: pb.FunctionTool, field: str) -> Mapping[str, Any]:
     if function.HasField("description"):
         described["description"] = function.description
     if function.HasField("parameters_json"):
-        described["parameters"] = _object(function.parameters_json, f"{field}.parameters_json")
+        described["parameters"] = parse_object(function.parameters_json, f"{field}.parameters_json")
     return {"type": "function", "function": described}
 
 
 def _variables(text: str) -> Mapping[str, Any]:
     field = "chat.template_variables_json"
-    variables = _object(text or "{}", field)
+    variables = parse_object(text or "{}", field)
     for name in sorted(_SET_BY_FIELDS & variables.keys()):
         raise invalid(field, f"{name} has its own field; set that")
     return variables
@@ -114,12 +121,12 @@ def _variables(text: str) -> Mapping[str, Any]:
 def _arguments(text: str) -> Mapping[str, Any] | str:
     """Returns a call's arguments; the text itself if the model wrote something else than an object, as it may."""
     try:
-        return _object(text or "{}", "arguments_json")
+        return parse_object(text or "{}", "arguments_json")
     except ServiceError:
         return text
 
 
-def _object(text: str, field: str) -> Mapping[str, Any]:
+def parse_object(text: str, field: str) -> Mapping[str, Any]:
     """Parses a JSON object. Raises ServiceError."""
     try:
         value = _parsed(text)

@@ -21,20 +21,23 @@ from penstock.service.config.field_rules import Limit
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import Reason, ServiceError, invalid
-from penstock.service.requests.chat import check_chat, content_text, parse_chat
+from penstock.service.parsers.reasoning import REASONING_FORMATS
+from penstock.service.parsers.registry import AUTO, NONE
+from penstock.service.requests.answer_formats import AnswerFormats
+from penstock.service.requests.answer_parsing import AnswerParsing, is_parsed
+from penstock.service.requests.chat import check_chat, content_text, parse_chat, shows_tools
 from penstock.service.requests.contexts import StoredContext
+from penstock.service.requests.costs import check_cost, too_expensive
 from penstock.service.requests.grammar_check import GrammarChecks
+from penstock.service.requests.tool_choice import CallConstraints
+from penstock.service.streaming.outbox import RequestReceiver
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.text.detokenizer import IdsOnly, text_states
-from penstock.service.text.tokenizer import TokenizerPool
+from penstock.service.text.reasoning import Reasoning
+from penstock.service.text.tokenizer import Tokenizer, TokenizerPool
 from penstock.service.text.truncation import Truncation
 from penstock.v1 import CONSTRAINT_START_FIRST_TOKEN
 
-MAX_TOKENS_IN_ALL = 1 << 20
-"""The maximum total of prompt and output tokens of a request's choices, if it has several. A step's bookkeeping on the
-event loop grows with it."""
-MAX_LOGPROB_ENTRIES = 1 << 22
-"""The maximum number of log-probabilities of a request's output, and of its prompt."""
 MAX_WHOLE_ANSWER = 512_000
 """The maximum size of a response in one message, in units of 8 bytes. It stays below the 4 MiB default limit of gRPC's
 clients, and leaves 96 KB for the other fields of 64 choices. A log-probability takes at most one unit."""
@@ -71,7 +74,8 @@ class ResponseMode(Enum):
 
 def output_form(start: pb.GenerationStart) -> OutputForm:
     """Returns the parts of the output to send. ``start`` has passed ``check``."""
-    return _FORMS[start.output.format]
+    form = _FORMS[start.output.format]
+    return form._replace(parsed=True) if is_parsed(start) else form
 
 
 class RequestBuilder:
@@ -89,12 +93,13 @@ class RequestBuilder:
         grammars: GrammarChecks,
         defaults: SamplingDefaults | None = None,
         generates: bool = True,
+        formats: AnswerFormats | None = None,
     ) -> None:
         """``max_sequence_tokens`` is the maximum length of a choice with its prompt: the model's context or the KV
         cache's size, whichever is less. ``max_retain_s`` is the longest time for which KV can be retained, and the
         default for requests that continue others. ``max_drafts`` is the maximum number of draft tokens per choice and
         step. ``defaults`` are the model's sampling defaults. ``generates``: whether the model has an output head;
-        otherwise every request is refused."""
+        otherwise every request is refused. ``formats`` are those of the model's outputs; by default none are known."""
         self._generates = generates
         self._validator = validator
         self._pool = pool
@@ -105,6 +110,10 @@ class RequestBuilder:
         self._max_drafts = max_drafts
         self._grammars = grammars
         self._defaults = SamplingDefaults() if defaults is None else defaults
+        formats = AnswerFormats() if formats is None else formats
+        self._parsing = AnswerParsing(pool.tokenizer, formats)
+        self._calls = CallConstraints(formats)
+        self._reasoning = _reasoning(pool.tokenizer, formats.reasoning_parser)
 
     def check(self, start: pb.GenerationStart) -> None:
         """Makes all checks that are possible before the prompt is tokenized. Raises ServiceError."""
@@ -119,15 +128,23 @@ class RequestBuilder:
         if prompt == "token_ids" and self._truncation(start) is None:
             self._validator.check_num_ids(start.token_ids.ids, "token_ids.ids", Limit.PROMPT)
         if prompt == "chat":
-            check_chat(start.chat, self._tokenizer.chat_template(bool(start.chat.tools)))
-        if start.HasField("constraint"):
+            check_chat(start.chat, self._tokenizer.chat_template(shows_tools(start.chat)))
+        if self._calls.applies(start):
+            self._calls.check(start)
+        elif start.HasField("constraint"):
             _check_constraint(start)
+        self._parsing.check(start)
         sampling = start.sampling
         if sampling.HasField("max_tokens"):
             if sampling.min_tokens > sampling.max_tokens:
                 raise invalid("sampling.min_tokens", f"must be at most max_tokens, {sampling.max_tokens:,}")
             # How much of max_tokens fits in the context is only known with the prompt. This much cost is certain.
-            _check_cost(sampling.n or 1, None, None, 1, min(sampling.max_tokens, self._left(1)))
+            check_cost(sampling.n or 1, None, None, 1, min(sampling.max_tokens, self._left(1)))
+
+    def parsed(self, start: pb.GenerationStart, request: Request, receiver: RequestReceiver) -> RequestReceiver:
+        """Returns the receiver of a prepared request's output, which parses it for ``receiver``."""
+        is_constrained = bool(request.grammar)
+        return self._parsing.receiver(start, request.prompt_token_ids, receiver, is_constrained=is_constrained)
 
     def cut_max_tokens(self, request: Request, max_tokens: int) -> int:
         """Returns the effective value of a new ``max_tokens`` for a prepared request. Raises ServiceError."""
@@ -135,7 +152,7 @@ class RequestBuilder:
         max_tokens = min(max_tokens, self._left(num_prompt_tokens))
         if max_tokens < sampling.min_tokens:
             raise invalid("max_tokens", f"must be at least min_tokens, {sampling.min_tokens:,}; it is {max_tokens:,}")
-        _check_cost(request.n, sampling.logprobs, sampling.prompt_logprobs, num_prompt_tokens, max_tokens)
+        check_cost(request.n, sampling.logprobs, sampling.prompt_logprobs, num_prompt_tokens, max_tokens)
         return max_tokens
 
     async def prepare(
@@ -149,10 +166,21 @@ class RequestBuilder:
         """Returns the scheduler's request. ``start`` has passed ``check``; ``context`` is the context of the request
         that it continues. Raises ServiceError."""
         grammar = ""
-        if start.HasField("constraint"):
+        if self._calls.applies(start):
+            grammar = await self._call_grammar(start, origin.tenant)
+        elif start.constraint.WhichOneof("kind") is not None:
             grammar = await self._grammars.grammar(start.constraint, origin.tenant)
         work = functools.partial(self._make, start, origin, sink, answer, context, grammar)
         return await self._pool.run(work, start.ByteSize(), origin.tenant)
+
+    async def _call_grammar(self, start: pb.GenerationStart, tenant: str) -> str:
+        """Returns the grammar of an output whose calls are constrained. Raises ServiceError."""
+        work = functools.partial(self._calls.constraint, start)
+        constraint = await self._pool.run(work, start.chat.ByteSize(), tenant)
+        try:
+            return await self._grammars.grammar(constraint, tenant)
+        except ServiceError as error:
+            raise self._calls.renamed(error, start) from None
 
     def _make(
         self,
@@ -170,7 +198,7 @@ class RequestBuilder:
         if answer is ResponseMode.WHOLE:
             max_tokens = self._fit_whole(start, num_prompt_tokens, max_tokens)
         logprobs, prompt_logprobs = (_optional(start.output, name) for name in ("logprobs", "prompt_logprobs"))
-        _check_cost(n, logprobs, prompt_logprobs, num_prompt_tokens, max_tokens)
+        check_cost(n, logprobs, prompt_logprobs, num_prompt_tokens, max_tokens)
         return Request(
             request_id=origin.request_id,
             prompt_token_ids=prompt.token_ids,
@@ -188,16 +216,17 @@ class RequestBuilder:
             client_request_id=start.client_request_id,
             arrival=origin.arrival,
             hash_salt=salt,
-            max_drafts=self._drafts(start),
+            max_drafts=self._drafts(start, grammar),
+            measures_text=is_parsed(start),
             grammar=self._after_reasoning(grammar, start, prompt.token_ids, max_tokens),
             grammar_end_ids=frozenset(self._tokenizer.eos_token_ids if grammar else ()),
         )
 
     def _after_reasoning(self, grammar: str, start: pb.GenerationStart, prompt: list[int], max_tokens: int) -> str:
         """Returns a grammar for the whole output, in which the constraint's ``grammar`` applies after the reasoning."""
-        if not grammar or start.constraint.start == CONSTRAINT_START_FIRST_TOKEN:
+        reasoning, chat = self._reasoning, start.chat
+        if not grammar or reasoning is None or start.constraint.start == CONSTRAINT_START_FIRST_TOKEN:
             return grammar
-        reasoning, chat = self._tokenizer.reasoning, start.chat
         if not start.HasField("chat"):
             section = reasoning.after_text(self._tokenizer.decode(prompt, include_special_tokens=True))
         elif chat.continue_final_message:
@@ -254,8 +283,8 @@ class RequestBuilder:
             return min(start.retain_ms / 1000, self._max_retain_s)
         return self._max_retain_s if start.continue_from else 0.0
 
-    def _drafts(self, start: pb.GenerationStart) -> int:
-        most = max(self._max_drafts, MAX_FORCED_DRAFTS) if start.HasField("constraint") else self._max_drafts
+    def _drafts(self, start: pb.GenerationStart, grammar: str) -> int:
+        most = max(self._max_drafts, MAX_FORCED_DRAFTS) if grammar else self._max_drafts
         return min(start.max_draft_tokens, most) if start.HasField("max_draft_tokens") else most
 
     def _max_tokens(self, start: pb.GenerationStart, num_prompt_tokens: int) -> int:
@@ -292,7 +321,7 @@ class RequestBuilder:
         if prompt_units + output_units > MAX_WHOLE_ANSWER:
             field = "output.prompt_logprobs" if prompt_units > output_units else field
             remedy = "reduce one of them, or call GenerateOne, which streams the output"
-            raise _too_expensive(field, formula, prompt_units + output_units, MAX_WHOLE_ANSWER, remedy)
+            raise too_expensive(field, formula, prompt_units + output_units, MAX_WHOLE_ANSWER, remedy)
         return max_tokens
 
     def _sampling(self, start: pb.GenerationStart) -> SamplingParams:
@@ -334,11 +363,21 @@ class RequestBuilder:
         if not output_form(start).text and not start.sampling.stop:
             return IdsOnly
         sampling, with_specials = start.sampling, start.output.include_special_tokens
-        return text_states(self._tokenizer, sampling.stop, with_specials, sampling.min_tokens)
+        shown_ids = self._parsing.shown_ids(start) if is_parsed(start) else frozenset[int]()
+        return text_states(self._tokenizer, sampling.stop, with_specials, sampling.min_tokens, shown_ids)
+
+
+def _reasoning(tokenizer: Tokenizer, parser: str) -> Reasoning | None:
+    """Returns where constraints begin, by the operator's choice of a reasoning parser; None: at the first token."""
+    if parser == AUTO:
+        return tokenizer.reasoning
+    return None if parser == NONE else tokenizer.reasoning.with_format(REASONING_FORMATS[parser])
 
 
 def _check_constraint(start: pb.GenerationStart) -> None:
     if start.constraint.WhichOneof("kind") is None:
+        if any(tool.function.strict for tool in start.chat.tools):
+            return  # only its beginning is set, for strict tools, which are ignored here
         raise invalid("constraint", "set json_schema, any_json, regex, lark, gbnf or choices, or omit constraint")
     for field in ("ignore_eos", "allowed_token_ids"):
         if getattr(start.sampling, field):
@@ -348,28 +387,3 @@ def _check_constraint(start: pb.GenerationStart) -> None:
 def _optional(message: Message, field: str) -> Any:
     """Returns an optional field; None if it is not set."""
     return getattr(message, field) if message.HasField(field) else None
-
-
-def _check_cost(
-    n: int, logprobs: int | None, prompt_logprobs: int | None, num_prompt_tokens: int, max_tokens: int
-) -> None:
-    """Checks a request's total cost, before anything is allocated for it. Raises ServiceError."""
-    num_tokens = n * (num_prompt_tokens + max_tokens)
-    # For a single choice the model's context is the only limit.
-    if n > 1 and num_tokens > MAX_TOKENS_IN_ALL:
-        raise _too_expensive("sampling.n", "n x (prompt tokens + max_tokens)", num_tokens, MAX_TOKENS_IN_ALL)
-    if logprobs is not None and (entries := n * max_tokens * (logprobs + 1)) > MAX_LOGPROB_ENTRIES:
-        raise _too_expensive("output.logprobs", "n x max_tokens x (logprobs + 1)", entries, MAX_LOGPROB_ENTRIES)
-    if prompt_logprobs is not None:
-        entries = num_prompt_tokens * (prompt_logprobs + 1)
-        if entries > MAX_LOGPROB_ENTRIES:
-            formula = "prompt tokens x (prompt_logprobs + 1)"
-            raise _too_expensive("output.prompt_logprobs", formula, entries, MAX_LOGPROB_ENTRIES)
-
-
-def _too_expensive(
-    field: str, formula: str, value: int, limit: int, remedy: str = "reduce one of them"
-) -> ServiceError:
-    return ServiceError(
-        Reason.TOO_EXPENSIVE, f"{field}: {formula} must be at most {limit:,}; it is {value:,}; {remedy}", field=field
-    )

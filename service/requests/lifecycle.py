@@ -190,6 +190,8 @@ class RequestLifecycle:
     ) -> None:
         try:
             request = await self._prepared(start, context, origin)
+            if self._form.parsed:
+                self._receiver = self._request_context.request_builder.parsed(start, request, self._receiver)
             del start, context
             if after is not None and not after.done():
                 await asyncio.wait({after}, timeout=ORDER_WAIT_S)

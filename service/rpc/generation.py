@@ -24,6 +24,7 @@ from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
 from penstock.service.streaming.messages import fill_delta, fill_logprobs, single_message, stream_message
 from penstock.service.streaming.outbox import HEARTBEAT_S, Outbox
+from penstock.service.streaming.parsed_delta import ParsedSequenceDelta
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.transport.request_id import new_request_id
 from penstock.v1 import generation_pb2_grpc as pb_grpc
@@ -284,6 +285,8 @@ class _WholeAnswer:
         """Filled as output arrives: filling all of it at the end would block the event loop."""
         self._texts: list[StringIO] = []
         """The text of each choice. A string in a message would be copied with each delta."""
+        self._parsed: dict[int, _ParsedTexts] = {}
+        """The same for reasoning and calls, if there are any."""
 
     def accepted(self, accepted: pb.Accepted) -> None:
         """Does nothing: the end contains all of it."""
@@ -302,6 +305,8 @@ class _WholeAnswer:
             self._texts.append(StringIO())
         if form.text:
             self._texts[delta.choice].write(delta.text)
+        if isinstance(delta, ParsedSequenceDelta):
+            self._parsed.setdefault(delta.choice, _ParsedTexts()).add_delta(delta)
         fill_delta(self._response.choices[delta.choice], form._replace(text=False), [delta])
 
     def finished(self, finished: pb.Finished) -> None:
@@ -309,12 +314,36 @@ class _WholeAnswer:
         self._response.finished.CopyFrom(finished)
         for choice, text in zip(self._response.choices, self._texts, strict=True):
             choice.text = text.getvalue()
+        for index, parsed in self._parsed.items():
+            parsed.fill_choice(self._response.choices[index])
         if not self.whole.done():
             self.whole.set_result(self._response)
 
     def fail(self, error: Exception) -> None:
         if not self.whole.done():
             self.whole.set_exception(error)
+
+
+class _ParsedTexts:
+    """The reasoning and the calls of one choice."""
+
+    def __init__(self) -> None:
+        self._reasoning = StringIO()
+        self._calls: list[tuple[pb.ToolCall, StringIO]] = []
+        """Each call, and its arguments so far."""
+
+    def add_delta(self, delta: ParsedSequenceDelta) -> None:
+        self._reasoning.write(delta.reasoning)
+        for call in delta.calls:
+            if call.index == len(self._calls):
+                self._calls.append((pb.ToolCall(id=call.id, name=call.name), StringIO()))
+            self._calls[call.index][1].write(call.arguments)
+
+    def fill_choice(self, choice: pb.Choice) -> None:
+        choice.reasoning = self._reasoning.getvalue()
+        for call, arguments in self._calls:
+            call.arguments_json = arguments.getvalue()
+            choice.tool_calls.append(call)
 
 
 def _required(request: pb.GenerateOneRequest | pb.CompleteRequest) -> pb.GenerationStart:

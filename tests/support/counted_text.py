@@ -5,8 +5,8 @@ import sys
 from contextlib import contextmanager
 from types import ModuleType
 
-from penstock.clients.gateway.parsers import incremental_text as source, pythonic, tool_formats as tool_calls
 from penstock.clients.gateway.requests import custom_tools
+from penstock.service.parsers import incremental_text as source, pythonic, tool_formats as tool_calls
 
 _READERS: tuple[ModuleType, ...] = (custom_tools, pythonic, source, tool_calls)
 """The modules whose patterns read a model's text."""

@@ -133,6 +133,7 @@ _NAMES: Names = (
     (r"sampling\.max_tokens", "max_output_tokens"),
     (r"chat\.messages", "input"),
     (r"chat\.tools", "tools"),
+    (r"chat\.tool_choice", "tool_choice"),
     (r"chat\.template_variables_json", "chat_template_kwargs"),
     (r"chat", "input"),
 )
@@ -160,7 +161,7 @@ def as_chat(body: ResponsesRequest) -> ChatOfResponse:
     )
     chosen = with_allowed_tools(chat)
     tool_places = [tools.places[at] for at in chosen.indices]
-    of_format = [(pattern, format_name(name)) for pattern, name in constraint_names(chosen.chat, tool_places)]
+    of_format = [(pattern, format_name(name)) for pattern, name in constraint_names(chosen.chat)]
     others = (*of_format, *_NAMES, *sampling_names(chosen.chat), *CHAT_NAMES)
     return ChatOfResponse(chosen.chat, tools, ResponseNames(conversation.places, tool_places, others))
 

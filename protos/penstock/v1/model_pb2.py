@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from penstock.v1 import sampling_pb2 as penstock_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/model.proto\x12\x0bpenstock.v1\x1a\x1apenstock/v1/sampling.proto\"!\n\x0fGetModelRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"\x8b\x04\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x08 \x01(\t\x12*\n\x06limits\x18\t \x01(\x0b\x32\x1a.penstock.v1.ServiceLimits\x12\x10\n\x08\x66\x65\x61tures\x18\n \x03(\t\x12\x0f\n\x07version\x18\x0b \x01(\t\x12\x14\n\x0cquantization\x18\x0c \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\r \x01(\t\x12\x16\n\x0e\x65mbedding_size\x18\x0e \x01(\r\x12\x13\n\x0bspeculation\x18\x0f \x01(\t\x12\x36\n\x11sampling_defaults\x18\x10 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x0e\n\x06tenant\x18\x11 \x01(\t\x12\x1a\n\x12may_act_for_others\x18\x12 \x01(\x08\x12 \n\x13requests_per_second\x18\x13 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06labels\x18\x14 \x03(\tB\x16\n\x14_requests_per_second\"\xc5\x01\n\rServiceLimits\x12\x14\n\x0cmax_num_seqs\x18\x01 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x02 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x03 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x04 \x01(\x03\x12\x15\n\rkv_block_size\x18\x05 \x01(\r\x12\x15\n\rnum_kv_blocks\x18\x06 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x07 \x01(\r2W\n\x0cModelService\x12G\n\x08GetModel\x12\x1c.penstock.v1.GetModelRequest\x1a\x1d.penstock.v1.GetModelResponseBP\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/model.proto\x12\x0bpenstock.v1\x1a\x1apenstock/v1/sampling.proto\"!\n\x0fGetModelRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"\xbf\x04\n\x10GetModelResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x11has_chat_template\x18\x06 \x01(\x08\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x08 \x01(\t\x12*\n\x06limits\x18\t \x01(\x0b\x32\x1a.penstock.v1.ServiceLimits\x12\x10\n\x08\x66\x65\x61tures\x18\n \x03(\t\x12\x0f\n\x07version\x18\x0b \x01(\t\x12\x14\n\x0cquantization\x18\x0c \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\r \x01(\t\x12\x16\n\x0e\x65mbedding_size\x18\x0e \x01(\r\x12\x13\n\x0bspeculation\x18\x0f \x01(\t\x12\x36\n\x11sampling_defaults\x18\x10 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12\x0e\n\x06tenant\x18\x11 \x01(\t\x12\x1a\n\x12may_act_for_others\x18\x12 \x01(\x08\x12 \n\x13requests_per_second\x18\x13 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06labels\x18\x14 \x03(\t\x12\x18\n\x10tool_call_parser\x18\x15 \x01(\t\x12\x18\n\x10reasoning_parser\x18\x16 \x01(\tB\x16\n\x14_requests_per_second\"\xc5\x01\n\rServiceLimits\x12\x14\n\x0cmax_num_seqs\x18\x01 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x02 \x01(\r\x12\x1b\n\x13max_queued_requests\x18\x03 \x01(\r\x12\x19\n\x11max_queued_tokens\x18\x04 \x01(\x03\x12\x15\n\rkv_block_size\x18\x05 \x01(\r\x12\x15\n\rnum_kv_blocks\x18\x06 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x07 \x01(\r2W\n\x0cModelService\x12G\n\x08GetModel\x12\x1c.penstock.v1.GetModelRequest\x1a\x1d.penstock.v1.GetModelResponseBP\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,9 +36,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELREQUEST']._serialized_start=68
   _globals['_GETMODELREQUEST']._serialized_end=101
   _globals['_GETMODELRESPONSE']._serialized_start=104
-  _globals['_GETMODELRESPONSE']._serialized_end=627
-  _globals['_SERVICELIMITS']._serialized_start=630
-  _globals['_SERVICELIMITS']._serialized_end=827
-  _globals['_MODELSERVICE']._serialized_start=829
-  _globals['_MODELSERVICE']._serialized_end=916
+  _globals['_GETMODELRESPONSE']._serialized_end=679
+  _globals['_SERVICELIMITS']._serialized_start=682
+  _globals['_SERVICELIMITS']._serialized_end=879
+  _globals['_MODELSERVICE']._serialized_start=881
+  _globals['_MODELSERVICE']._serialized_end=968
 # @@protoc_insertion_point(module_scope)

@@ -69,6 +69,8 @@ class GetModelResponse(_message.Message):
     MAY_ACT_FOR_OTHERS_FIELD_NUMBER: _builtins.int
     REQUESTS_PER_SECOND_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_PARSER_FIELD_NUMBER: _builtins.int
+    REASONING_PARSER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name of the model: that of `--served-model-name`, otherwise the name of the directory or the id on the hub."""
     architecture: _builtins.str
@@ -104,6 +106,14 @@ class GetModelResponse(_message.Message):
     requests_per_second: _builtins.float
     """The average number of requests per second that a tenant may send: the tenant that the request names, or else the
     caller's own. Absent if there is no limit.
+    """
+    tool_call_parser: _builtins.str
+    """The format in which tool calls are parsed, by its name for `penstock serve --tool-call-parser`. Empty if it is unknown
+    or switched off.
+    """
+    reasoning_parser: _builtins.str
+    """The format in which reasoning is parsed, by its name for `penstock serve --reasoning-parser`. Empty if the model has
+    none, or it is unknown or switched off.
     """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -152,10 +162,12 @@ class GetModelResponse(_message.Message):
         may_act_for_others: _builtins.bool = ...,
         requests_per_second: _builtins.float | None = ...,
         labels: _abc.Iterable[_builtins.str] | None = ...,
+        tool_call_parser: _builtins.str = ...,
+        reasoning_parser: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_requests_per_second", b"_requests_per_second", "limits", b"limits", "requests_per_second", b"requests_per_second", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_requests_per_second", b"_requests_per_second", "architecture", b"architecture", "backend", b"backend", "dtype", b"dtype", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "labels", b"labels", "limits", b"limits", "max_model_len", b"max_model_len", "may_act_for_others", b"may_act_for_others", "name", b"name", "quantization", b"quantization", "requests_per_second", b"requests_per_second", "sampling_defaults", b"sampling_defaults", "speculation", b"speculation", "tenant", b"tenant", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_requests_per_second", b"_requests_per_second", "architecture", b"architecture", "backend", b"backend", "dtype", b"dtype", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "labels", b"labels", "limits", b"limits", "max_model_len", b"max_model_len", "may_act_for_others", b"may_act_for_others", "name", b"name", "quantization", b"quantization", "reasoning_parser", b"reasoning_parser", "requests_per_second", b"requests_per_second", "sampling_defaults", b"sampling_defaults", "speculation", b"speculation", "tenant", b"tenant", "tool_call_parser", b"tool_call_parser", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__requests_per_second: _TypeAlias = _typing.Literal["requests_per_second"]  # noqa: Y015
     _WhichOneofArgType__requests_per_second: _TypeAlias = _typing.Literal["_requests_per_second", b"_requests_per_second"]  # noqa: Y015

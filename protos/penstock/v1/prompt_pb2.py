@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/prompt.proto\x12\x0bpenstock.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd3\x01\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12 \n\x05tools\x18\x03 \x03(\x0b\x32\x11.penstock.v1.Tool\x12\x1f\n\x17template_variables_json\x18\x04 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"\xe3\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12/\n\rcontent_parts\x18\x03 \x03(\x0b\x32\x18.penstock.v1.ContentPart\x12)\n\ntool_calls\x18\x04 \x03(\x0b\x32\x15.penstock.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x0c\n\x04name\x18\x06 \x01(\t\x12\x16\n\treasoning\x18\x07 \x01(\tH\x01\x88\x01\x01\x42\n\n\x08_contentB\x0c\n\n_reasoning\"}\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\x05image\x18\x02 \x01(\x0b\x32\x19.penstock.v1.MediaContentH\x00\x12*\n\x05\x61udio\x18\x03 \x01(\x0b\x32\x19.penstock.v1.MediaContentH\x00\x42\x06\n\x04part\"J\n\x0cMediaContent\x12\x11\n\tmime_type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03uri\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"=\n\x04Tool\x12-\n\x08\x66unction\x18\x01 \x01(\x0b\x32\x19.penstock.v1.FunctionToolH\x00\x42\x06\n\x04kind\"x\n\x0c\x46unctionTool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x0b\x64\x65scription\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x1c\n\x0fparameters_json\x18\x03 \x01(\tH\x01\x88\x01\x01\x42\x0e\n\x0c_descriptionB\x12\n\x10_parameters_json*f\n\x0eTruncationSide\x12\x1f\n\x1bTRUNCATION_SIDE_UNSPECIFIED\x10\x00\x12\x18\n\x14TRUNCATION_SIDE_LEFT\x10\x01\x12\x19\n\x15TRUNCATION_SIDE_RIGHT\x10\x02\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/prompt.proto\x12\x0bpenstock.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xbb\x02\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12 \n\x05tools\x18\x03 \x03(\x0b\x32\x11.penstock.v1.Tool\x12,\n\x0btool_choice\x18\x04 \x01(\x0b\x32\x17.penstock.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x1f\n\x17template_variables_json\x18\x06 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x07 \x01(\x08\x42\x18\n\x16_add_generation_promptB\x16\n\x14_parallel_tool_calls\"\xe3\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12/\n\rcontent_parts\x18\x03 \x03(\x0b\x32\x18.penstock.v1.ContentPart\x12)\n\ntool_calls\x18\x04 \x03(\x0b\x32\x15.penstock.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x0c\n\x04name\x18\x06 \x01(\t\x12\x16\n\treasoning\x18\x07 \x01(\tH\x01\x88\x01\x01\x42\n\n\x08_contentB\x0c\n\n_reasoning\"}\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12*\n\x05image\x18\x02 \x01(\x0b\x32\x19.penstock.v1.MediaContentH\x00\x12*\n\x05\x61udio\x18\x03 \x01(\x0b\x32\x19.penstock.v1.MediaContentH\x00\x42\x06\n\x04part\"J\n\x0cMediaContent\x12\x11\n\tmime_type\x18\x01 \x01(\t\x12\x0e\n\x04\x64\x61ta\x18\x02 \x01(\x0cH\x00\x12\r\n\x03uri\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"=\n\x04Tool\x12-\n\x08\x66unction\x18\x01 \x01(\x0b\x32\x19.penstock.v1.FunctionToolH\x00\x42\x06\n\x04kind\"\x98\x01\n\x0c\x46unctionTool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x0b\x64\x65scription\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x1c\n\x0fparameters_json\x18\x03 \x01(\tH\x01\x88\x01\x01\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\x0e\n\x0c_descriptionB\x12\n\x10_parameters_jsonB\t\n\x07_strict\"W\n\nToolChoice\x12+\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.penstock.v1.ToolChoiceModeH\x00\x12\x12\n\x08\x66unction\x18\x02 \x01(\tH\x00\x42\x08\n\x06\x63hoice*f\n\x0eTruncationSide\x12\x1f\n\x1bTRUNCATION_SIDE_UNSPECIFIED\x10\x00\x12\x18\n\x14TRUNCATION_SIDE_LEFT\x10\x01\x12\x19\n\x15TRUNCATION_SIDE_RIGHT\x10\x02*\x87\x01\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_AUTO\x10\x01\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x02\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,22 +32,26 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.prompt_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.penstock.v1P\001Z\'penstock.dev/gen/penstock/v1;penstockv1\242\002\003PNS\252\002\013Penstock.V1'
-  _globals['_TRUNCATIONSIDE']._serialized_start=960
-  _globals['_TRUNCATIONSIDE']._serialized_end=1062
+  _globals['_TRUNCATIONSIDE']._serialized_start=1186
+  _globals['_TRUNCATIONSIDE']._serialized_end=1288
+  _globals['_TOOLCHOICEMODE']._serialized_start=1291
+  _globals['_TOOLCHOICEMODE']._serialized_end=1426
   _globals['_TOKENIDS']._serialized_start=41
   _globals['_TOKENIDS']._serialized_end=64
   _globals['_CHAT']._serialized_start=67
-  _globals['_CHAT']._serialized_end=278
-  _globals['_CHATMESSAGE']._serialized_start=281
-  _globals['_CHATMESSAGE']._serialized_end=508
-  _globals['_CONTENTPART']._serialized_start=510
-  _globals['_CONTENTPART']._serialized_end=635
-  _globals['_MEDIACONTENT']._serialized_start=637
-  _globals['_MEDIACONTENT']._serialized_end=711
-  _globals['_TOOLCALL']._serialized_start=713
-  _globals['_TOOLCALL']._serialized_end=773
-  _globals['_TOOL']._serialized_start=775
-  _globals['_TOOL']._serialized_end=836
-  _globals['_FUNCTIONTOOL']._serialized_start=838
-  _globals['_FUNCTIONTOOL']._serialized_end=958
+  _globals['_CHAT']._serialized_end=382
+  _globals['_CHATMESSAGE']._serialized_start=385
+  _globals['_CHATMESSAGE']._serialized_end=612
+  _globals['_CONTENTPART']._serialized_start=614
+  _globals['_CONTENTPART']._serialized_end=739
+  _globals['_MEDIACONTENT']._serialized_start=741
+  _globals['_MEDIACONTENT']._serialized_end=815
+  _globals['_TOOLCALL']._serialized_start=817
+  _globals['_TOOLCALL']._serialized_end=877
+  _globals['_TOOL']._serialized_start=879
+  _globals['_TOOL']._serialized_end=940
+  _globals['_FUNCTIONTOOL']._serialized_start=943
+  _globals['_FUNCTIONTOOL']._serialized_end=1095
+  _globals['_TOOLCHOICE']._serialized_start=1097
+  _globals['_TOOLCHOICE']._serialized_end=1184
 # @@protoc_insertion_point(module_scope)

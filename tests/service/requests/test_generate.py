@@ -9,9 +9,8 @@ from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Context
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.requests.contexts import ContextStore
+from penstock.service.requests.costs import MAX_LOGPROB_ENTRIES, MAX_TOKENS_IN_ALL
 from penstock.service.requests.generate import (
-    MAX_LOGPROB_ENTRIES,
-    MAX_TOKENS_IN_ALL,
     MAX_WHOLE_ANSWER,
     ResponseMode,
 )

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from penstock.clients.gateway.parsers.base import AnswerParser, ParsedDelta
-from penstock.clients.gateway.parsers.incremental_text import HeldSpace, num_held
+from penstock.service.parsers.base import AnswerParser, ParsedDelta
+from penstock.service.parsers.incremental_text import HeldSpace, num_held
 
 
 class ReasoningFormat(NamedTuple):
@@ -13,8 +13,11 @@ class ReasoningFormat(NamedTuple):
 
     opens: str
     closes: str
-    has_special_markers: bool = False
-    """Whether the markers are special tokens, which are in the text only on request."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The markers, which may be special tokens of a model."""
+        return self.opens, self.closes
 
     def is_open_in(self, text: str) -> bool:
         """Whether a text ends inside reasoning that is still open."""
@@ -23,7 +26,7 @@ class ReasoningFormat(NamedTuple):
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "think": ReasoningFormat("<think>", "</think>"),
-    "mistral": ReasoningFormat("[THINK]", "[/THINK]", has_special_markers=True),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
 }
 """The formats by the names for ``--reasoning-parser``."""
 
@@ -46,6 +49,8 @@ class ReasoningParser:
         self._num_read = 0
         self._answer_at: int | None = None
         """The position of the other parser's text in this one's."""
+        self._num_held_in_answer = 0
+        """How many characters the other parser holds back."""
 
     def feed(self, text: str) -> ParsedDelta:
         self._num_read += len(text)
@@ -53,13 +58,14 @@ class ReasoningParser:
         if self._may_open:
             text = self._open(text)
         if self._may_open:
-            return ParsedDelta()
+            return ParsedDelta(num_held=self._num_read)
         return self._reasoning_piece(text) if self._in_reasoning else self._answer_piece(text)
 
     def end(self) -> ParsedDelta:
         held, self._held = self._held_space.take_text() + self._held, ""
         if self._in_reasoning:
-            return ParsedDelta(reasoning=held)
+            spans = ((self._num_read - len(held), self._num_read),) if held else ()
+            return ParsedDelta(reasoning=held, reasoning_spans=spans)
         self._is_begun = self._is_begun or self._may_open
         return self._answer_piece(held) + self._placed(self._answer.end())
 
@@ -84,25 +90,30 @@ class ReasoningParser:
         if not marker:
             end = len(reasoning) - num_held(reasoning, self._form.closes)
             reasoning, self._held = reasoning[:end], reasoning[end:]
+        after = self._num_read - len(self._held) - len(marker) - len(answer)
         if not self._is_begun:
             reasoning = reasoning.lstrip()
-        visible, _ = self._held_space.append_text(reasoning)
+        visible, num_spaces = self._held_space.append_text(reasoning)
+        after -= num_spaces
+        spans = ((after - len(visible), after),) if visible else ()
         if marker:
             self._held_space.take_text()
             self._in_reasoning, self._is_begun = False, False
-            return replace(self._answer_piece(answer), reasoning=visible)
+            return replace(self._answer_piece(answer), reasoning=visible, reasoning_spans=spans)
         self._is_begun = self._is_begun or bool(visible)
-        return ParsedDelta(reasoning=visible)
+        return ParsedDelta(reasoning=visible, reasoning_spans=spans, num_held=self._num_read - after)
 
     def _answer_piece(self, text: str) -> ParsedDelta:
         if not self._is_begun:
             text = text.lstrip()
         if not text:
-            return ParsedDelta()
+            return ParsedDelta(num_held=self._num_held_in_answer)
         self._is_begun = True
         if self._answer_at is None:
             self._answer_at = self._num_read - len(text)
-        return self._placed(self._answer.feed(text))
+        piece = self._answer.feed(text)
+        self._num_held_in_answer = piece.num_held
+        return self._placed(piece)
 
     def _placed(self, piece: ParsedDelta) -> ParsedDelta:
         """Returns the other parser's output with the positions of this one's text."""

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from texts.tool_texts import ARGUMENTS, NAMES, ONE, take_apart
 
-from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
-from penstock.clients.gateway.parsers.registry import make_parser, shows_special_tokens
-from penstock.clients.gateway.parsers.tool_formats import TOOL_FORMATS
+from penstock.service.parsers.reasoning import REASONING_FORMATS
+from penstock.service.parsers.registry import make_parser, markers
+from penstock.service.parsers.tool_formats import TOOL_FORMATS
 
 every_format = pytest.mark.parametrize("tool_format", [None, *TOOL_FORMATS])
 
@@ -144,10 +144,9 @@ def test_ids_are_what_templates_insist_on():
 
 
 def test_markers_that_are_special_tokens():
-    shown = {name: shows_special_tokens(name, None) for name in TOOL_FORMATS}
-    assert shown == {"hermes": False, "llama3_json": False, "mistral": True, "pythonic": False}
-    assert not shows_special_tokens("hermes", "think")
-    assert shows_special_tokens(None, "mistral")
+    assert markers("mistral", None) == {"[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"}
+    assert markers("hermes", "think") == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
+    assert markers("llama3_json", None) == markers(None, None) == frozenset()
 
 
 THOUGHTS = [

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from starlette.datastructures import Headers
 from texts.tool_texts import ARGUMENTS, ONE, folded, whole
 from tokenizers import decoders, models, pre_tokenizers
 
 import penstock.v1 as pb
-from penstock.clients.gateway.requests.forced_calls import fill_calls
+from penstock.clients.gateway.requests.chat import build_chat
 from penstock.clients.gateway.schemas.chat import ChatRequest
+from penstock.service.requests.answer_formats import find_formats
+from penstock.service.requests.tool_choice import CallConstraints
 from penstock.service.text.tokenizer import Tokenizer
 
 TEMPLATES = Path(__file__).parents[2] / "service" / "templates"
@@ -111,7 +112,7 @@ async def test_an_answer_that_is_continued_in_its_reasoning(start_gateway, load)
 
 
 async def test_errors_in_tools_are_reported(start_gateway, load):
-    gateway = await start_gateway(says("x"), tokenizer=load("qwen3"), tool_call_parser="none")
+    gateway = await start_gateway(says("x"), tokenizer=load("qwen3"), service={"tool_call_parser": "none"})
     answer = await gateway.post(PATH, **body(tools=[TOOL]))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
     call = {"id": "c", "type": "function", "function": {"name": "w" * 300, "arguments": "{}"}}
@@ -177,17 +178,18 @@ async def test_the_template_shows_reasoning_items(parts, start_gateway, load):
 
 
 @pytest.fixture
-def grammar_of(start_gateway, load):
+def grammar_of(load):
     """The grammar that a request for a kind of model is held to; empty: none."""
 
-    async def grammar_of(kind, *, strict=None, **fields):
-        gateway = await start_gateway(says("x"), tokenizer=load(kind))
-        caller = await gateway.app.state.link.caller(Headers())
+    def grammar_of(kind, *, strict=None, **fields):
+        calls = CallConstraints(find_formats(load(kind)))
         held = {"name": "held", "parameters": {"type": "object", "properties": {"only": {"type": "null"}}}}
         tools = [TOOL, {"type": "function", "function": held if strict is None else held | {"strict": strict}}]
-        start = pb.GenerationStart()
-        await fill_calls(start, ChatRequest.model_validate(body(tools=tools, **fields)), caller)
-        return start.constraint.lark
+        start = pb.GenerationStart(chat=build_chat(ChatRequest.model_validate(body(tools=tools, **fields))))
+        if not calls.applies(start):
+            return ""
+        calls.check(start)
+        return calls.constraint(start).lark
 
     return grammar_of
 
@@ -196,19 +198,19 @@ def grammar_of(start_gateway, load):
     ("kind", "begins"),
     [("qwen3", '"<tool_call>"'), ("llama31", '""'), ("mistral", f"<[{TOOL_CALLS}]>"), ("pythonic", '""')],
 )
-async def test_a_forced_call_is_written_as_the_template_has_it(kind, begins, grammar_of):
+def test_a_forced_call_is_written_as_the_template_has_it(kind, begins, grammar_of):
     """With markers that are special tokens as such: their text is no call."""
-    assert f"marked: {begins} group" in await grammar_of(kind, tool_choice="required")
+    assert f"marked: {begins} group" in grammar_of(kind, tool_choice="required")
 
 
 @pytest.mark.parametrize(
     ("kind", "is_held"), [("qwen3", True), ("llama31", False), ("mistral", True), ("pythonic", False)]
 )
-async def test_strict_tool_calls_are_constrained_where_a_marker_separates_them_from_text(kind, is_held, grammar_of):
-    grammar = await grammar_of(kind, strict=True)
+def test_strict_tool_calls_are_constrained_where_a_marker_separates_them_from_text(kind, is_held, grammar_of):
+    grammar = grammar_of(kind, strict=True)
     assert ("text: /(?s:.*)/" in grammar) == ("held" in grammar) == ('"only"' in grammar) == is_held
-    assert not await grammar_of(kind, strict=True, tool_choice="none")
-    assert not await grammar_of(kind, strict=False)
-    assert not await grammar_of(kind)
+    assert not grammar_of(kind, strict=True, tool_choice="none")
+    assert not grammar_of(kind, strict=False)
+    assert not grammar_of(kind)
     forced = {"tool_choice": "required"}
-    assert await grammar_of(kind, strict=True, **forced) == await grammar_of(kind, **forced)
+    assert grammar_of(kind, strict=True, **forced) == grammar_of(kind, **forced)

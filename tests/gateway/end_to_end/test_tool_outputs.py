@@ -8,11 +8,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from texts.tool_texts import folded, take_apart, whole
 
+import penstock.v1 as pb
+from penstock.clients.events import Delta, Finished, collect
+from penstock.clients.gateway.requests.chat import build_chat
+from penstock.clients.gateway.schemas.chat import ChatRequest
 from penstock.service.text.detokenizer import text_states
 from penstock.service.text.tokenizer import Tokenizer
+from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 OUTPUTS = Path(__file__).parents[1] / "tool_outputs"
 FORMATS = {
@@ -47,7 +53,7 @@ class Output:
         self.is_whole = not line.get("breaks_off", False)
 
     def read(self, parts):
-        """What the gateway reads from it when it comes in such parts: content, reasoning, calls, whether all of these
+        """What is read from it when it comes in such parts: content, reasoning, calls, whether all of these
         are whole."""
         options = {"tool_names": TOOLS, "in_reasoning": self.in_reasoning}
         content, reasoning, calls, is_whole = take_apart(parts, self.tool_format, self.reasoning_format, **options)
@@ -154,17 +160,53 @@ def asked(output, **fields):
     return {"model": "bytes", "messages": messages, "tools": tools, **fields}
 
 
+def start_of(output, num_tokens):
+    """The same request in the contract."""
+    chat = build_chat(ChatRequest.model_validate(asked(output)))
+    options = pb.OutputOptions(parse_reasoning=True, parse_tool_calls=True, format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS)
+    return pb.GenerationStart(chat=chat, output=options, sampling=pb.SamplingParams(max_tokens=num_tokens))
+
+
+async def over_grpc(gateway, output, num_tokens):
+    """Content, reasoning, calls and reason over gRPC, which are the same whole and in deltas, as are the tokens."""
+    start = start_of(output, num_tokens)
+    start.output.logprobs = 0
+    async with grpc.aio.insecure_channel(gateway.target) as channel:
+        stub = GenerationServiceStub(channel)
+        whole_answer = await stub.Complete(pb.CompleteRequest(start=start))
+        answers = [answer async for answer in stub.GenerateOne(pb.GenerateOneRequest(start=start))]
+    deltas = [delta for answer in answers for delta in answer.deltas]
+    (choice,) = whole_answer.choices
+    events = [Delta.from_proto(delta) for delta in deltas]
+    (finished,) = [answer.finished for answer in answers if answer.HasField("finished")]
+    assert (finished.reason, finished.usage) == (whole_answer.finished.reason, whole_answer.finished.usage)
+    assert finished.reason == choice.end.reason == deltas[-1].end.reason
+    (streamed,) = collect([*events, Finished.from_proto(finished)], 1).choices
+    calls = [[call.name, call.arguments_json] for call in choice.tool_calls]
+    assert [[call.name, call.arguments] for call in streamed.tool_calls] == calls
+    assert (streamed.text, streamed.reasoning) == (choice.text, choice.reasoning)
+    assert streamed.token_ids == list(choice.token_ids)
+    assert streamed.logprobs is not None
+    assert streamed.logprobs.text_lengths == list(choice.logprobs.text_lengths)
+    assert len(choice.token_ids) == finished.usage.output_tokens
+    assert sum(choice.logprobs.text_lengths) == len(choice.text)
+    reason = pb.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()
+    return choice.text, choice.reasoning, calls, reason
+
+
 @pytest.fixture
 async def ends_rightly(start_gateway, say):
-    """Has an output cut by ``max_tokens``, a byte a token: what is streamed is what comes whole, and the reason says
-    ``tool_calls`` only where the model itself has ended, and no call is half."""
+    """Has an output cut by ``max_tokens``, a byte a token: what is streamed is what comes whole, over HTTP and gRPC,
+    and the reason says ``tool_calls`` only where the model itself has ended, and no call is half."""
 
     gateways = {}
 
     async def check(output, cuts):
         formats = (output.tool_format, output.reasoning_format or "none")
         if formats not in gateways:
-            gateways[formats] = await start_gateway(say, tool_call_parser=formats[0], reasoning_parser=formats[1])
+            gateways[formats] = await start_gateway(
+                say, service={"tool_call_parser": formats[0], "reasoning_parser": formats[1]}
+            )
         gateway = gateways[formats]
         for num_tokens in cuts:
             response = await gateway.post(CHAT, **asked(output, max_tokens=num_tokens))
@@ -174,12 +216,13 @@ async def ends_rightly(start_gateway, say):
             has_ended = num_tokens > len(output.bytes)
             reason = "length" if not has_ended else "tool_calls" if calls and is_whole else "stop"
             assert answer == (content, reasoning, [list(call) for call in calls], reason)
+            assert await over_grpc(gateway, output, num_tokens) == answer
 
     return check
 
 
 @every_kind
-async def test_over_http_it_ends_with_the_right_reason(kind, ends_rightly):
+async def test_over_http_and_grpc_it_ends_with_the_right_reason(kind, ends_rightly):
     """One with two calls, and those whose arguments break off by themselves."""
     two = min(
         (output for output in BY_KIND[kind] if len(output.calls) == 2 and not output.in_reasoning),
@@ -193,6 +236,6 @@ async def test_over_http_it_ends_with_the_right_reason(kind, ends_rightly):
 
 @pytest.mark.soak
 @every_output
-async def test_over_http_wherever_it_breaks_off_it_ends_with_the_right_reason(output, ends_rightly):
+async def test_over_http_and_grpc_wherever_it_breaks_off_it_ends_with_the_right_reason(output, ends_rightly):
     if not output.in_reasoning:  # there is no prompt here that opens it
         await ends_rightly(output, range(1, len(output.bytes) + 2))

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.clients.gateway.parsers.pythonic import is_argument_name
-from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
+from penstock.service.parsers.pythonic import is_argument_name
+from penstock.service.parsers.reasoning import REASONING_FORMATS
 
 Schema = Mapping[str, Any]
 

@@ -40,6 +40,10 @@ class ParsedDelta:
     calls: tuple[ToolCallDelta, ...] = ()
     spans: Spans = field(default=(), compare=False)
     """The position of the content in the model's text."""
+    reasoning_spans: Spans = field(default=(), compare=False)
+    """The same for the reasoning."""
+    num_held: int = field(default=0, compare=False)
+    """How many characters at the end of the text so far are held back: it is not known yet what they are."""
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
@@ -50,7 +54,12 @@ class ParsedDelta:
         for call in more.calls:
             append_call(calls, replace(call, at=len(self.content) + call.at))
         return ParsedDelta(
-            self.content + more.content, self.reasoning + more.reasoning, tuple(calls), self.spans + more.spans
+            self.content + more.content,
+            self.reasoning + more.reasoning,
+            tuple(calls),
+            self.spans + more.spans,
+            self.reasoning_spans + more.reasoning_spans,
+            more.num_held,
         )
 
 

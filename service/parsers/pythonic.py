@@ -7,7 +7,7 @@ import re
 import unicodedata
 import warnings
 
-from penstock.clients.gateway.parsers.incremental_text import IncrementalText, Reading
+from penstock.service.parsers.incremental_text import IncrementalText, Reading
 
 _FLAT = re.compile(r"""[^][(){}"']*""")
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}

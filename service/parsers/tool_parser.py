@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from penstock.clients.gateway.parsers.base import AnswerParser, ParsedDelta, ToolCallDelta, append_call
-from penstock.clients.gateway.parsers.incremental_text import HeldSpace, IncrementalText, Reading
+from penstock.service.parsers.base import AnswerParser, ParsedDelta, ToolCallDelta, append_call
+from penstock.service.parsers.incremental_text import HeldSpace, IncrementalText, Reading
 
 _EXPECTED_KEYS = frozenset({"id", "type"})
 
@@ -59,15 +59,19 @@ class ToolCallParser:
         self._calls: list[ToolCallDelta] = []
         self._num_calls = 0
         self._content_length = 0
+        self._num_read = 0
+        self._num_marker_chars = 0
+        """The length of the marker before the current attempt at a call, which is content if that fails."""
         self._held_space = HeldSpace()
         """White space after content: it is dropped if a call follows."""
         self._after_call = False
         self._reading = self._read()
 
     def feed(self, text: str) -> ParsedDelta:
+        self._num_read += len(text)
         self._source.append_text(text)
         next(self._reading, None)
-        return self._take()
+        return self._take(self._num_held)
 
     def end(self) -> ParsedDelta:
         self._source.ended = True
@@ -75,14 +79,21 @@ class ToolCallParser:
         self._add_rest(self._source.num_unread)
         space = self._held_space.take_text()
         self._add_text(space, self._source.at - len(space))
-        return self._take()
+        return self._take(0)
 
     def _read(self) -> Reading[None]:
         """Parses the text to its end."""
         raise NotImplementedError
 
-    def _take(self) -> ParsedDelta:
-        piece = ParsedDelta("".join(self._content), calls=tuple(self._calls), spans=tuple(self._spans))
+    @property
+    def _num_held(self) -> int:
+        kept_from = self._source.kept_from
+        known = self._source.at if kept_from is None else kept_from - self._num_marker_chars
+        return self._num_read - known + self._held_space.length
+
+    def _take(self, num_held: int) -> ParsedDelta:
+        content, calls, spans = "".join(self._content), tuple(self._calls), tuple(self._spans)
+        piece = ParsedDelta(content, calls=calls, spans=spans, num_held=num_held)
         self._content.clear()
         self._content_length = 0
         self._spans.clear()
@@ -124,6 +135,7 @@ class ToolCallParser:
 
     def _add_call(self, piece: ToolCallDelta) -> None:
         self._source.keep()
+        self._num_marker_chars = 0
         if self._parallel_calls or piece.index == 0:
             append_call(self._calls, replace(piece, at=self._content_length))
 
@@ -152,7 +164,9 @@ class ToolCallParser:
         there is no call."""
         num_calls = self._num_calls
         self._source.keep()
+        self._num_marker_chars = len(marker)
         found = yield from attempt
+        self._num_marker_chars = 0
         if found:
             self._source.end_keep()
             return True

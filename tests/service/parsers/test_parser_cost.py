@@ -6,11 +6,11 @@ import pytest
 from counted_text import CountedText, TooManyOperations, counting
 from hypothesis import given, settings, strategies as st
 
-from penstock.clients.gateway.parsers.pythonic import arguments_as_json
-from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
-from penstock.clients.gateway.parsers.registry import make_parser
-from penstock.clients.gateway.parsers.tool_formats import TOOL_FORMATS
 from penstock.clients.gateway.requests.custom_tools import CustomInput
+from penstock.service.parsers.pythonic import arguments_as_json
+from penstock.service.parsers.reasoning import REASONING_FORMATS
+from penstock.service.parsers.registry import make_parser
+from penstock.service.parsers.tool_formats import TOOL_FORMATS
 
 PER_CHARACTER = 80
 PER_PIECE = 150

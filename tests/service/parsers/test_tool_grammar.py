@@ -8,7 +8,8 @@ import jsonschema
 import pytest
 from texts.tool_texts import take_apart
 
-from penstock.clients.gateway.parsers.tool_grammar import (
+from penstock.models.structured_output.compiler import compile_grammar, read_tokenizer, to_grammar
+from penstock.service.parsers.tool_grammar import (
     MARKED_FORMATS,
     AnswerShape,
     CallableTool,
@@ -16,7 +17,6 @@ from penstock.clients.gateway.parsers.tool_grammar import (
     call_grammar,
     text_grammar,
 )
-from penstock.models.structured_output.compiler import compile_grammar, read_tokenizer, to_grammar
 
 DICE = {
     "type": "object",

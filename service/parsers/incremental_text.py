@@ -30,34 +30,35 @@ class IncrementalText:
         self._text = ""
         self._base = 0
         """The position of ``_text`` in the whole text."""
-        self._kept_from: int | None = None
+        self.kept_from: int | None = None
+        """The position of the last ``keep``, until it ends."""
         self._kept: list[str] = []
-        """The text from ``_kept_from`` up to ``_text``."""
+        """The text from ``kept_from`` up to ``_text``."""
 
     def append_text(self, text: str) -> None:
         """Adds more text. Drops the text that was read, unless ``keep`` was called."""
         index = self._index
-        if self._kept_from is not None:
-            self._kept.append(self._text[max(self._kept_from - self._base, 0) : index])
+        if self.kept_from is not None:
+            self._kept.append(self._text[max(self.kept_from - self._base, 0) : index])
         self._text = self._text[index:] + text
         self._base = self.at
 
     def keep(self) -> None:
         """Keeps all text from here on, so that ``go_back`` can return here."""
-        self._kept_from = self.at
+        self.kept_from = self.at
         self._kept.clear()
 
     def go_back(self) -> None:
         """Returns to the position of the last ``keep``, and ends it."""
-        assert self._kept_from is not None
-        self.at = self._kept_from
+        assert self.kept_from is not None
+        self.at = self.kept_from
         if self.at < self._base:
             self._text = "".join([*self._kept, self._text])
             self._base = self.at
         self.end_keep()
 
     def end_keep(self) -> None:
-        self._kept_from = None
+        self.kept_from = None
         self._kept.clear()
 
     @property
@@ -222,7 +223,8 @@ class HeldSpace:
 
     def __init__(self) -> None:
         self._parts: list[str] = []
-        self._length = 0
+        self.length = 0
+        """The number of characters held back."""
 
     def append_text(self, text: str) -> tuple[str, int]:
         """Adds text. Returns the text that is no longer held back, and the number of characters that are."""
@@ -232,12 +234,12 @@ class HeldSpace:
             visible = self.take_text() + visible
         if space:
             self._parts.append(space)
-            self._length += len(space)
-        return visible, self._length
+            self.length += len(space)
+        return visible, self.length
 
     def take_text(self) -> str:
         """Releases and returns the text that was held back."""
         held = "".join(self._parts)
         self._parts.clear()
-        self._length = 0
+        self.length = 0
         return held

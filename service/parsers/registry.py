@@ -1,15 +1,18 @@
 """Splits a model's answer as it arrives into content, reasoning and tool calls.
 
 One parser serves both forms of answers: a whole answer is the concatenation of a streamed one's parts. Independent of
-HTTP and the service.
+requests and tokens.
 """
 
 from collections.abc import Callable
 
-from penstock.clients.gateway.parsers.base import AnswerParser
-from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS, ReasoningParser
-from penstock.clients.gateway.parsers.tool_formats import TOOL_FORMATS
-from penstock.clients.gateway.parsers.tool_parser import ContentParser, OnlyCallsParser
+from penstock.service.parsers.base import AnswerParser
+from penstock.service.parsers.reasoning import REASONING_FORMATS, ReasoningParser
+from penstock.service.parsers.tool_formats import TOOL_FORMATS
+from penstock.service.parsers.tool_parser import ContentParser, OnlyCallsParser
+
+AUTO, NONE = "auto", "none"
+"""Values for a parser: detected from the chat template, and none."""
 
 
 def make_parser(
@@ -42,8 +45,11 @@ def make_parser(
     return ReasoningParser(REASONING_FORMATS[reasoning_format], calls, in_reasoning)
 
 
-def shows_special_tokens(tool_format: str | None, reasoning_format: str | None) -> bool:
-    """Whether a format's markers are special tokens, so that the text must include those."""
-    return (tool_format is not None and TOOL_FORMATS[tool_format].has_special_markers) or (
-        reasoning_format is not None and REASONING_FORMATS[reasoning_format].has_special_markers
-    )
+def markers(tool_format: str | None, reasoning_format: str | None) -> frozenset[str]:
+    """Returns the formats' markers. Those that are special tokens of the model must be in the text for the parser."""
+    found = set[str]()
+    if tool_format is not None:
+        found.update(TOOL_FORMATS[tool_format].markers)
+    if reasoning_format is not None:
+        found.update(REASONING_FORMATS[reasoning_format].markers)
+    return frozenset(found)

@@ -6,9 +6,9 @@ import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from penstock.clients.gateway.parsers.incremental_text import Reading
-from penstock.clients.gateway.parsers.pythonic import arguments_as_json, read_parentheses
-from penstock.clients.gateway.parsers.tool_parser import ToolCallParser
+from penstock.service.parsers.incremental_text import Reading
+from penstock.service.parsers.pythonic import arguments_as_json, read_parentheses
+from penstock.service.parsers.tool_parser import ToolCallParser
 
 _NAME = re.compile(r"[\w.:-]*")
 
@@ -116,15 +116,15 @@ class ToolFormat:
     """A format of calls."""
 
     parser: type[ToolCallParser]
-    has_special_markers: bool = False
-    """Whether its markers are special tokens, which are in the text only on request."""
+    markers: tuple[str, ...] = ()
+    """The texts of its syntax that may be special tokens of a model, which are in the text only on request."""
     new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
 
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat(_HermesParser),
+    "hermes": ToolFormat(_HermesParser, ("<tool_call>", "</tool_call>")),
     "llama3_json": ToolFormat(_Llama3JsonParser),
-    "mistral": ToolFormat(_MistralParser, has_special_markers=True, new_id=_mistral_id),
+    "mistral": ToolFormat(_MistralParser, ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), _mistral_id),
     "pythonic": ToolFormat(_PythonicParser),
 }
 """The formats by the names for ``--tool-call-parser``."""
