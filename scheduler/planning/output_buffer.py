@@ -24,8 +24,9 @@ class OutputBuffer:
         *,
         measures_text: bool = False,
     ) -> None:
-        """``measures_text``: whether deltas have ``text_lengths`` without log-probabilities. ``end_token_ids`` are stop tokens that end the sequence even before ``min_tokens``. In that case
-        the grammar allowed no other token, so this one is neither counted nor shown."""
+        """``measures_text``: whether deltas have ``text_lengths`` without log-probabilities. ``end_token_ids`` are stop
+        tokens that end the sequence even before ``min_tokens``. In that case the grammar allowed no other token, so
+        this one is neither counted nor shown."""
         self.index = index
         self.max_tokens = max_tokens
         self.num_tokens = 0

@@ -71,7 +71,7 @@ class ToolCallParser:
         self._num_read += len(text)
         self._source.append_text(text)
         next(self._reading, None)
-        return self._take(self._num_held)
+        return replace(self._take(), num_held=self._num_held)
 
     def end(self) -> ParsedDelta:
         self._source.ended = True
@@ -79,7 +79,7 @@ class ToolCallParser:
         self._add_rest(self._source.num_unread)
         space = self._held_space.take_text()
         self._add_text(space, self._source.at - len(space))
-        return self._take(0)
+        return self._take()
 
     def _read(self) -> Reading[None]:
         """Parses the text to its end."""
@@ -91,9 +91,8 @@ class ToolCallParser:
         known = self._source.at if kept_from is None else kept_from - self._num_marker_chars
         return self._num_read - known + self._held_space.length
 
-    def _take(self, num_held: int) -> ParsedDelta:
-        content, calls, spans = "".join(self._content), tuple(self._calls), tuple(self._spans)
-        piece = ParsedDelta(content, calls=calls, spans=spans, num_held=num_held)
+    def _take(self) -> ParsedDelta:
+        piece = ParsedDelta("".join(self._content), calls=tuple(self._calls), spans=tuple(self._spans))
         self._content.clear()
         self._content_length = 0
         self._spans.clear()

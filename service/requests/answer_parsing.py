@@ -1,6 +1,7 @@
 """Decides how a request's output is parsed: the formats, where reasoning begins, and which tools may be called."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import penstock.v1 as pb
 from penstock.service.errors import invalid
@@ -10,8 +11,6 @@ from penstock.service.parsers.registry import make_parser, markers
 from penstock.service.requests.answer_formats import AnswerFormats, OutputFormats
 from penstock.service.requests.chat import content_text, shows_tools
 from penstock.service.requests.tool_choice import forces_call, unknown_format
-from penstock.service.streaming.outbox import RequestReceiver
-from penstock.service.streaming.parsed_output import ParsingReceiver
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import CONSTRAINT_START_FIRST_TOKEN
 
@@ -44,36 +43,38 @@ class AnswerParsing:
         if shows_tools(start.chat) and self._formats.with_tools.tool is None:
             raise unknown_format()
 
+    def parses(self, start: pb.GenerationStart) -> bool:
+        """Whether there is anything to parse in a request's output."""
+        return is_parsed(start) and self._of(start) != OutputFormats()
+
     def shown_ids(self, start: pb.GenerationStart) -> frozenset[int]:
         """Returns the special tokens that the text must include for the parser."""
         formats = self._of(start)
         known = self._formats.special_tokens
         return frozenset(known[marker] for marker in markers(formats.tool, formats.reasoning) if marker in known)
 
-    def receiver(
-        self, start: pb.GenerationStart, prompt: Sequence[int], receiver: RequestReceiver, *, is_constrained: bool
-    ) -> RequestReceiver:
-        """Returns the receiver for a request's output, which ends at ``receiver``. ``prompt`` are the prompt's
+    def parsers(
+        self, start: pb.GenerationStart, prompt: Sequence[int], *, is_constrained: bool
+    ) -> Sequence[AnswerParser]:
+        """Returns a parser for each choice of a request; none if its output is not parsed. ``prompt`` are the prompt's
         tokens."""
+        if not self.parses(start):
+            return ()
         formats = self._of(start)
-        if formats == OutputFormats():
-            return receiver
         in_reasoning = self._in_reasoning(start, formats.reasoning, prompt)
         if is_constrained and start.constraint.start == CONSTRAINT_START_FIRST_TOKEN:
             in_reasoning = False
         chat = start.chat
-
-        def new_parser() -> AnswerParser:
-            return make_parser(
-                formats.tool,
-                formats.reasoning,
-                tool_names=frozenset(tool.function.name for tool in chat.tools),
-                in_reasoning=in_reasoning,
-                parallel_calls=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
-                only_calls=forces_call(chat),
-            )
-
-        return ParsingReceiver(receiver, [new_parser() for _ in range(start.sampling.n or 1)])
+        new_parser = partial(
+            make_parser,
+            formats.tool,
+            formats.reasoning,
+            tool_names=frozenset(tool.function.name for tool in chat.tools),
+            in_reasoning=in_reasoning,
+            parallel_calls=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
+            only_calls=forces_call(chat),
+        )
+        return [new_parser() for _ in range(start.sampling.n or 1)]
 
     def _of(self, start: pb.GenerationStart) -> OutputFormats:
         """Returns the formats that a request has parsed."""

@@ -6,10 +6,10 @@ tokenizer's thread pool.
 
 import functools
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
 
@@ -21,16 +21,16 @@ from penstock.service.config.field_rules import Limit
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import Reason, ServiceError, invalid
+from penstock.service.parsers.base import AnswerParser
 from penstock.service.parsers.reasoning import REASONING_FORMATS
 from penstock.service.parsers.registry import AUTO, NONE
 from penstock.service.requests.answer_formats import AnswerFormats
-from penstock.service.requests.answer_parsing import AnswerParsing, is_parsed
+from penstock.service.requests.answer_parsing import AnswerParsing
 from penstock.service.requests.chat import check_chat, content_text, parse_chat, shows_tools
 from penstock.service.requests.contexts import StoredContext
 from penstock.service.requests.costs import check_cost, too_expensive
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.requests.tool_choice import CallConstraints
-from penstock.service.streaming.outbox import RequestReceiver
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.text.detokenizer import IdsOnly, text_states
 from penstock.service.text.reasoning import Reasoning
@@ -74,8 +74,15 @@ class ResponseMode(Enum):
 
 def output_form(start: pb.GenerationStart) -> OutputForm:
     """Returns the parts of the output to send. ``start`` has passed ``check``."""
-    form = _FORMS[start.output.format]
-    return form._replace(parsed=True) if is_parsed(start) else form
+    return _FORMS[start.output.format]
+
+
+class PreparedRequest(NamedTuple):
+    """A request that is ready for the queue."""
+
+    request: Request
+    parsers: Sequence[AnswerParser]
+    """Those of its choices; none if its output is not parsed."""
 
 
 class RequestBuilder:
@@ -141,11 +148,6 @@ class RequestBuilder:
             # How much of max_tokens fits in the context is only known with the prompt. This much cost is certain.
             check_cost(sampling.n or 1, None, None, 1, min(sampling.max_tokens, self._left(1)))
 
-    def parsed(self, start: pb.GenerationStart, request: Request, receiver: RequestReceiver) -> RequestReceiver:
-        """Returns the receiver of a prepared request's output, which parses it for ``receiver``."""
-        is_constrained = bool(request.grammar)
-        return self._parsing.receiver(start, request.prompt_token_ids, receiver, is_constrained=is_constrained)
-
     def cut_max_tokens(self, request: Request, max_tokens: int) -> int:
         """Returns the effective value of a new ``max_tokens`` for a prepared request. Raises ServiceError."""
         num_prompt_tokens, sampling = len(request.prompt_token_ids), request.sampling
@@ -162,9 +164,9 @@ class RequestBuilder:
         sink: Callable[[Event], None],
         answer: ResponseMode = ResponseMode.STREAMED,
         context: StoredContext | None = None,
-    ) -> Request:
-        """Returns the scheduler's request. ``start`` has passed ``check``; ``context`` is the context of the request
-        that it continues. Raises ServiceError."""
+    ) -> PreparedRequest:
+        """Returns the scheduler's request, and the parsers of its output. ``start`` has passed ``check``; ``context``
+        is the context of the request that it continues. Raises ServiceError."""
         grammar = ""
         if self._calls.applies(start):
             grammar = await self._call_grammar(start, origin.tenant)
@@ -190,7 +192,7 @@ class RequestBuilder:
         answer: ResponseMode,
         context: StoredContext | None,
         grammar: str,
-    ) -> Request:
+    ) -> PreparedRequest:
         salt = tenant_salt(self._model_name, origin.tenant)
         prompt = self._prompt(start, salt) if context is None else self._continued(start, salt, context)
         n, num_prompt_tokens = start.sampling.n or 1, len(prompt.token_ids)
@@ -199,7 +201,7 @@ class RequestBuilder:
             max_tokens = self._fit_whole(start, num_prompt_tokens, max_tokens)
         logprobs, prompt_logprobs = (_optional(start.output, name) for name in ("logprobs", "prompt_logprobs"))
         check_cost(n, logprobs, prompt_logprobs, num_prompt_tokens, max_tokens)
-        return Request(
+        request = Request(
             request_id=origin.request_id,
             prompt_token_ids=prompt.token_ids,
             block_hashes=prompt.block_hashes,
@@ -217,10 +219,11 @@ class RequestBuilder:
             arrival=origin.arrival,
             hash_salt=salt,
             max_drafts=self._drafts(start, grammar),
-            measures_text=is_parsed(start),
+            measures_text=self._parsing.parses(start),
             grammar=self._after_reasoning(grammar, start, prompt.token_ids, max_tokens),
             grammar_end_ids=frozenset(self._tokenizer.eos_token_ids if grammar else ()),
         )
+        return PreparedRequest(request, self._parsing.parsers(start, prompt.token_ids, is_constrained=bool(grammar)))
 
     def _after_reasoning(self, grammar: str, start: pb.GenerationStart, prompt: list[int], max_tokens: int) -> str:
         """Returns a grammar for the whole output, in which the constraint's ``grammar`` applies after the reasoning."""
@@ -363,7 +366,7 @@ class RequestBuilder:
         if not output_form(start).text and not start.sampling.stop:
             return IdsOnly
         sampling, with_specials = start.sampling, start.output.include_special_tokens
-        shown_ids = self._parsing.shown_ids(start) if is_parsed(start) else frozenset[int]()
+        shown_ids = self._parsing.shown_ids(start)
         return text_states(self._tokenizer, sampling.stop, with_specials, sampling.min_tokens, shown_ids)
 
 

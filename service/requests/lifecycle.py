@@ -42,9 +42,16 @@ from penstock.service.errors import (
     to_status,
 )
 from penstock.service.requests.contexts import ContextStore, StoredContext
-from penstock.service.requests.generate import Origin, RequestBuilder, ResponseMode, output_form
+from penstock.service.requests.generate import (
+    Origin,
+    PreparedRequest,
+    RequestBuilder,
+    ResponseMode,
+    output_form,
+)
 from penstock.service.streaming.messages import finished_message, milliseconds
 from penstock.service.streaming.outbox import RequestReceiver
+from penstock.service.streaming.parsed_output import ParsingReceiver
 from penstock.service.telemetry.metrics import End
 from penstock.service.telemetry.request_end import report_end
 from penstock.service.telemetry.tracing import NO_SPAN, Telemetry
@@ -189,10 +196,11 @@ class RequestLifecycle:
         after: "asyncio.Task[None] | None",
     ) -> None:
         try:
-            request = await self._prepared(start, context, origin)
-            if self._form.parsed:
-                self._receiver = self._request_context.request_builder.parsed(start, request, self._receiver)
+            request, parsers = await self._prepared(start, context, origin)
             del start, context
+            if parsers:
+                self._receiver = ParsingReceiver(self._receiver, parsers)
+            self._form = self._form._replace(parsed=bool(parsers))
             if after is not None and not after.done():
                 await asyncio.wait({after}, timeout=ORDER_WAIT_S)
             request.deadline = self._deadline
@@ -203,7 +211,9 @@ class RequestLifecycle:
             # ``cancel`` has already ended the request; any other cancellation must not leave it without an end.
             self._refuse(error)
 
-    async def _prepared(self, start: pb.GenerationStart, context: StoredContext | None, origin: Origin) -> Request:
+    async def _prepared(
+        self, start: pb.GenerationStart, context: StoredContext | None, origin: Origin
+    ) -> PreparedRequest:
         request_builder = self._request_context.request_builder
         try:
             async with preparation_limit(self._deadline, "the prompt was tokenized") as self._limit:

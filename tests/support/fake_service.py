@@ -179,8 +179,7 @@ class FakeService(
                     if start.output.HasField("logprobs"):
                         delta.logprobs.chosen.append(-0.5)
                         delta.logprobs.text_lengths.append(1)
-                    if word == "think" and sent <= len(word) and start.output.parse_reasoning:
-                        delta.text, delta.reasoning = "", character
+                    _move_reasoning(delta, prompt, sent, start)
                     send(deltas=delta)
             finish(reason=pb.FINISH_REASON_LENGTH if limit < len(text) else pb.FINISH_REASON_STOP)
         except asyncio.CancelledError:
@@ -265,6 +264,11 @@ class FakeService(
         finally:
             stop[0]()
             thread.join()
+
+
+def _move_reasoning(delta: pb.Delta, prompt: str, sent: int, start: pb.GenerationStart) -> None:
+    if prompt.startswith("think") and sent <= len("think") and start.output.parse_reasoning:
+        delta.text, delta.reasoning = "", delta.text
 
 
 def _prompt(start: pb.GenerationStart) -> str:

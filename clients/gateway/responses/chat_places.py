@@ -27,16 +27,17 @@ class ContentTokens:
         text_lengths: Sequence[int],
         entries: Iterable[Json],
         names: TokenNames,
-        content_at: int,
+        content: range,
     ) -> list[PlacedEntry]:
-        """Returns the entries of content among those of a part, whose content begins at position ``content_at``."""
+        """Returns the entries of content among those of a part, whose content has the positions ``content``. Tokens
+        after it are those of a stop string."""
         placed: list[PlacedEntry] = []
         for token_id, length, entry in zip(token_ids, text_lengths, entries, strict=True):
             # A character of several tokens counts for the first of them.
             continues = self._was_content and _continues_character(names.bytes(token_id))
-            self._was_content = bool(length) or continues
+            self._was_content = (bool(length) and self._at < content.stop) or continues
             if self._was_content:
-                placed.append((max(0, self._at - continues - content_at), entry))
+                placed.append((max(0, self._at - continues - content.start), entry))
             self._at += length
         return placed
 

@@ -81,7 +81,11 @@ class ChatReader:
             part.logprobs = chat_entries(delta.token_ids, delta.logprobs, names)
             lengths = delta.logprobs.text_lengths
             part.content_logprobs = choice.content.place_entries(
-                delta.token_ids, lengths, part.logprobs, names, part.content_at
+                delta.token_ids,
+                lengths,
+                part.logprobs,
+                names,
+                range(part.content_at, part.content_at + len(delta.text)),
             )
         choice.content_length += len(delta.text)
         if delta.reasoning or delta.text or delta.tool_calls:

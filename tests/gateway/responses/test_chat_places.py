@@ -7,7 +7,7 @@ from penstock.clients.gateway.responses.logprobs import TokenNames
 from penstock.v1 import TokenDescription
 
 
-def placed(tokens, lengths, sizes=None):
+def placed(tokens, lengths, sizes=None, text_length=99):
     """The places of the content's tokens, each with the token's number, of a choice that comes in parts of ``sizes``
     tokens."""
     names = TokenNames({at: TokenDescription(text=token) for at, token in enumerate(tokens)}, as_ids=False)
@@ -15,7 +15,8 @@ def placed(tokens, lengths, sizes=None):
     for size in sizes or [len(tokens)]:
         ids, some = range(begin, begin + size), lengths[begin : begin + size]
         at = sum(lengths[:begin])
-        entries = content.place_entries(ids, some, [{"at": token_id} for token_id in ids], names, at)
+        span = range(at, min(at + sum(some), text_length))
+        entries = content.place_entries(ids, some, [{"at": token_id} for token_id in ids], names, span)
         found.append([(place, entry["at"]) for place, entry in entries])
         begin += size
     return found
@@ -43,3 +44,7 @@ def test_a_token_is_of_the_content_if_any_of_its_text_is(tokens, lengths, expect
 def test_places_are_those_in_the_part():
     tokens, lengths = [b"<t>", b"ab", b"\xc3", b"\xa9", b"</t>", b"c"], [0, 2, 1, 0, 0, 1]
     assert placed(tokens, lengths, [2, 2, 2]) == [[(0, 1)], [(0, 2), (0, 3)], [(0, 5)]]
+
+
+def test_what_a_stop_string_cut_is_no_content():
+    assert placed([b"ab", b"cd", b"ef"], [2, 2, 2], text_length=3) == [[(0, 0), (2, 1)]]
