@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import penstock.v1 as pb
 from penstock.clients.errors import RequestFailed, failure_from_status
-from penstock.clients.tool_calls import CalledTool, ToolCallDelta, append_parts, whole_calls
+from penstock.clients.tool_calls import CalledTool, ToolCallPart, append_parts, whole_calls
 
 
 class FinishReason(Enum):
@@ -158,7 +158,7 @@ class Delta:
     end: ChoiceEnd | None = None
     """Set on a choice's last delta."""
     reasoning: str = ""
-    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    tool_calls: list[ToolCallPart] = field(default_factory=list)
 
     @classmethod
     def from_proto(cls, message: pb.Delta) -> "Delta":
@@ -169,7 +169,7 @@ class Delta:
             logprobs=Logprobs.from_proto(message.logprobs) if message.HasField("logprobs") else None,
             end=ChoiceEnd.from_proto(message.end) if message.HasField("end") else None,
             reasoning=message.reasoning,
-            tool_calls=[ToolCallDelta.from_proto(call) for call in message.tool_calls],
+            tool_calls=[ToolCallPart.from_proto(call) for call in message.tool_calls],
         )
 
 
@@ -318,7 +318,7 @@ def collect(events: Iterable[Event], num_choices: int) -> Completion:
     """Combines the events of one successful request; the last one is its ``Finished``."""
     texts: list[list[str]] = [[] for _ in range(num_choices)]
     reasoning: list[list[str]] = [[] for _ in range(num_choices)]
-    calls: list[list[ToolCallDelta]] = [[] for _ in range(num_choices)]
+    calls: list[list[ToolCallPart]] = [[] for _ in range(num_choices)]
     choices = [Choice() for _ in range(num_choices)]
     prompt_logprobs: Logprobs | None = None
     finished: Finished | None = None

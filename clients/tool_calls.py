@@ -17,7 +17,7 @@ class CalledTool:
 
 
 @dataclass(slots=True)
-class ToolCallDelta:
+class ToolCallPart:
     """A part of a tool call. Only a call's first part has ``id``, ``name`` and ``text_offset``."""
 
     index: int
@@ -32,13 +32,13 @@ class ToolCallDelta:
     """Whether the arguments end here incomplete."""
 
     @classmethod
-    def from_proto(cls, message: pb.ToolCallDelta) -> "ToolCallDelta":
+    def from_proto(cls, message: pb.ToolCallDelta) -> "ToolCallPart":
         return cls(
             message.index, message.id, message.name, message.arguments_json, message.text_offset, message.is_incomplete
         )
 
 
-def append_parts(parts: list[ToolCallDelta], more: Iterable[ToolCallDelta]) -> None:
+def append_parts(parts: list[ToolCallPart], more: Iterable[ToolCallPart]) -> None:
     """Appends parts of calls. A part of the last call is merged into it."""
     for part in more:
         if parts and parts[-1].index == part.index:
@@ -48,7 +48,7 @@ def append_parts(parts: list[ToolCallDelta], more: Iterable[ToolCallDelta]) -> N
             parts.append(part)
 
 
-def whole_calls(parts: Iterable[ToolCallDelta]) -> list[CalledTool]:
+def whole_calls(parts: Iterable[ToolCallPart]) -> list[CalledTool]:
     """Combines all parts of the calls of one choice."""
     calls: list[CalledTool] = []
     arguments: list[list[str]] = []

@@ -36,7 +36,7 @@ from penstock.service.config.addresses import (
     metrics_address,
     warn_of_exposure,
 )
-from penstock.service.config.sampling_defaults import read_sampling_defaults
+from penstock.service.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from penstock.service.config.serve_config import ServeConfig
 from penstock.service.text.conversion.convert import convert_tokenizer
 from penstock.service.text.tokenizer import Tokenizer
@@ -84,11 +84,7 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
     checkpoint = check_checkpoint(path, has_weights)
     checkpoint.choose_quantization(config.quantization)
     checkpoint.spec.divided(config.tensor_parallel_size)
-    defaults = read_sampling_defaults(path, config.generation_config, config.override_generation_config)
-    if str(defaults):
-        _log.info(
-            "sampling defaults for fields that a request omits (none with --generation-config none): %s", defaults
-        )
+    defaults = _sampling_defaults(path, config)
     pooling = None if config.pooling is None else Pooling(config.pooling)
     if checkpoint.classifier is not None or config.score_tokens is not None:
         pooling = pooling or Pooling.LAST  # modules.json describes the classifier, if anything
@@ -137,6 +133,15 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
     if addresses.status_page is not None:
         status_page = HttpProcess(addresses.status_page, status_page_options(config), serves=STATUS_PAGE)
     return Prepared(server, worker, load_tokenizer, http, status_page, resources.pop_all())
+
+
+def _sampling_defaults(path: Path, config: ServeConfig) -> SamplingDefaults:
+    defaults = read_sampling_defaults(path, config.generation_config, config.override_generation_config)
+    if str(defaults):
+        _log.info(
+            "sampling defaults for fields that a request omits (none with --generation-config none): %s", defaults
+        )
+    return defaults
 
 
 class _Addresses(NamedTuple):

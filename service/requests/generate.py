@@ -82,7 +82,7 @@ class PreparedRequest(NamedTuple):
 
     request: Request
     parsers: Sequence[AnswerParser]
-    """Those of its choices; none if its output is not parsed."""
+    """One parser for each choice; none if the output is not parsed."""
 
 
 class RequestBuilder:

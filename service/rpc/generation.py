@@ -307,7 +307,10 @@ class _WholeAnswer:
             self._texts[delta.choice].write(delta.text)
         if isinstance(delta, ParsedSequenceDelta):
             self._parsed.setdefault(delta.choice, _ParsedTexts()).add_delta(delta)
-        fill_delta(self._response.choices[delta.choice], form._replace(text=False), [delta])
+        choice = self._response.choices[delta.choice]
+        fill_delta(choice, form._replace(text=False), [delta])
+        if form.text and delta.logprobs is not None and delta.text_lengths is not None:
+            choice.logprobs.text_lengths.extend(delta.text_lengths)
 
     def finished(self, finished: pb.Finished) -> None:
         self._response.request_id = finished.request_id

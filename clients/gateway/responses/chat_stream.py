@@ -15,7 +15,7 @@ from penstock.clients.gateway.schemas.chat import ChatRequest
 from penstock.clients.gateway.schemas.common import without_texts
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Arrival
-from penstock.clients.tool_calls import ToolCallDelta
+from penstock.clients.tool_calls import ToolCallPart
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Part:
     content_at: int = 0
     """The position of ``content`` in the choice's whole content."""
     reasoning: str = ""
-    calls: Sequence[ToolCallDelta] = ()
+    calls: Sequence[ToolCallPart] = ()
     logprobs: list[Json] = field(default_factory=list)
     """The entries of its tokens in chat's format."""
     content_logprobs: list[PlacedEntry] = field(default_factory=list)

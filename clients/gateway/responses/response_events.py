@@ -14,7 +14,7 @@ from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.requests.custom_tools import CustomInput
 from penstock.clients.gateway.requests.response_tools import CallerTool
 from penstock.clients.gateway.responses.chat_stream import Part
-from penstock.clients.tool_calls import ToolCallDelta
+from penstock.clients.tool_calls import ToolCallPart
 
 
 class ResponseEvents:
@@ -86,7 +86,7 @@ class ResponseEvents:
         self._open.logprobs += of_part
         return [*events, self._delta(part.content[begin:end], logprobs=of_part)]
 
-    def _call(self, piece: ToolCallDelta) -> list[Json]:
+    def _call(self, piece: ToolCallPart) -> list[Json]:
         events: list[Json] = []
         if piece.id:
             events = self._close("completed")

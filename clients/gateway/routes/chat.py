@@ -30,7 +30,7 @@ from penstock.clients.gateway.schemas.chat import ChatCompletion, ChatRequest
 from penstock.clients.gateway.schemas.common import without_texts
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Arrival
-from penstock.clients.tool_calls import ToolCallDelta
+from penstock.clients.tool_calls import ToolCallPart
 
 _OK: dict[int | str, dict[str, Any]] = {
     200: {
@@ -218,7 +218,7 @@ def _delta(part: Part) -> Json:
     return delta
 
 
-def _call(piece: ToolCallDelta) -> Json:
+def _call(piece: ToolCallPart) -> Json:
     call: Json = {"index": piece.index, "function": {"arguments": piece.arguments}}
     if piece.id:
         call |= {"id": piece.id, "type": "function"}

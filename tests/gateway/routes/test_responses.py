@@ -13,7 +13,7 @@ import pytest
 from penstock.clients.events import Delta, merge
 from penstock.clients.gateway.responses.chat_stream import Part
 from penstock.clients.gateway.responses.response_events import ResponseEvents
-from penstock.clients.tool_calls import ToolCallDelta
+from penstock.clients.tool_calls import ToolCallPart
 
 LOOK = {
     "type": "function",
@@ -277,8 +277,8 @@ def test_a_call_that_the_model_breaks_off_is_incomplete(respond, rest, texts):
 
 def test_text_after_a_call_that_comes_with_the_calls_end_comes_after_it():
     events = ResponseEvents({"id": "resp_1"})
-    told = events.add_part(Part(0, "", calls=[ToolCallDelta(0, "call_a", "look", "{")]))
-    calls = [ToolCallDelta(0, arguments="}"), ToolCallDelta(1, "call_b", "go", "{}", text_offset=4)]
+    told = events.add_part(Part(0, "", calls=[ToolCallPart(0, "call_a", "look", "{")]))
+    calls = [ToolCallPart(0, arguments="}"), ToolCallPart(1, "call_b", "go", "{}", text_offset=4)]
     told += events.add_part(Part(0, "then", calls=calls))
     told += events.end({}, is_cut=False)
     first, text, second = told[-1]["response"]["output"]
@@ -367,10 +367,8 @@ def test_text_between_calls_stays_between_them_however_much_comes_at_once(respon
 
 
 def test_calls_know_the_text_before_them_when_parts_are_put_together():
-    first = Delta("ab", [], tool_calls=[ToolCallDelta(0, "x", "f", "{", text_offset=1)])
-    second = Delta(
-        "c", [], tool_calls=[ToolCallDelta(0, arguments="}"), ToolCallDelta(1, "y", "g", "{}", text_offset=3)]
-    )
+    first = Delta("ab", [], tool_calls=[ToolCallPart(0, "x", "f", "{", text_offset=1)])
+    second = Delta("c", [], tool_calls=[ToolCallPart(0, arguments="}"), ToolCallPart(1, "y", "g", "{}", text_offset=3)])
     (whole,) = merge([first, second])
     assert isinstance(whole, Delta)
     assert (whole.text, [(call.arguments, call.text_offset) for call in whole.tool_calls]) == (
