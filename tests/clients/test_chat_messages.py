@@ -32,6 +32,8 @@ def test_every_part_of_a_conversation_reaches_its_field():
         "tools": [TOOL, json.dumps(TOOL)],
         "template_variables": {"enable_thinking": False, "of": "é"},
         "add_generation_prompt": False,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
         "continue_final_message": None,
     }
     chat = build_chat(MESSAGES, options)
@@ -45,6 +47,10 @@ def test_every_part_of_a_conversation_reaches_its_field():
     weather = pb.FunctionTool(name="weather", description="Looks.", parameters_json='{"type": "object"}')
     assert list(chat.tools) == [pb.Tool(function=weather)] * 2
     assert chat.template_variables_json == '{"enable_thinking": false, "of": "é"}'
+    assert chat.tool_choice.mode == pb.TOOL_CHOICE_MODE_REQUIRED
+    assert chat.HasField("parallel_tool_calls")
+    named: Any = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}
+    assert build_chat(MESSAGES, named).tool_choice == pb.ToolChoice(function="weather")
     assert chat.HasField("add_generation_prompt")
     assert not chat.add_generation_prompt
     assert not chat.continue_final_message
@@ -104,6 +110,13 @@ def assistant(*calls, **fields):
         (MESSAGES, {"template_variables": {"a": {1}}}, "template_variables: not valid JSON"),
         (MESSAGES, {"template_variables": {"a": "\ud800"}}, "template_variables: not valid JSON"),
         (MESSAGES, {"template_variables": 1}, "template_variables: expected an object, got 1"),
+        (
+            MESSAGES,
+            {"tool_choice": "any"},
+            'tool_choice: expected "auto", "none", "required" or a function, got \'any\'',
+        ),
+        (MESSAGES, {"tool_choice": {"function": {"name": "f"}}}, "tool_choice: expected"),
+        (MESSAGES, {"parallel_tool_calls": 1}, "parallel_tool_calls: expected true or false, got 1"),
         (MESSAGES, {"continue_final_message": 1}, "continue_final_message: expected true or false, got 1"),
         ("text", {"tools": [TOOL]}, "tools: only a prompt of messages has it"),
     ],
