@@ -38,8 +38,10 @@ class ChatMessage(TypedDict):
     tool_call_id: NotRequired[str]
     """The call that a tool's message answers."""
     name: NotRequired[str]
-    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
     """The assistant's reasoning before this answer."""
+    reasoning_content: NotRequired[str]
+    """Another name for ``reasoning``."""
 
 
 class ChatOptions(TypedDict, total=False):
@@ -51,13 +53,24 @@ class ChatOptions(TypedDict, total=False):
     "parameters"}}, or as JSON text."""
     template_variables: Mapping[str, Any] | str | None
     """Further variables of the template, such as {"enable_thinking": False}, or as JSON text."""
+    tool_choice: str | Mapping[str, Any] | None
+    """"auto", "none", "required", or a function: {"type": "function", "function": {"name": ...}}."""
+    parallel_tool_calls: bool | None
     continue_final_message: bool | None
 
 
 CHAT_OPTION_NAMES = frozenset(ChatOptions.__annotations__)
 
+TOOL_CHOICE_MODES: Mapping[str, "pb.ToolChoiceMode.ValueType"] = {
+    "auto": pb.TOOL_CHOICE_MODE_AUTO,
+    "none": pb.TOOL_CHOICE_MODE_NONE,
+    "required": pb.TOOL_CHOICE_MODE_REQUIRED,
+}
+"""OpenAI's names of the modes."""
 _KEYS = frozenset(ChatMessage.__annotations__)
 _CALL_KEYS = frozenset(ToolCall.__annotations__)
+_TOOL_KEYS = frozenset({"type", "function"})
+_FUNCTION_KEYS = frozenset({"name", "description", "parameters", "strict"})
 
 
 def build_chat(messages: Sequence[ChatMessage], options: ChatOptions | None = None) -> pb.Chat:
@@ -76,13 +89,27 @@ def set_chat_option(chat: pb.Chat, name: str, value: object) -> None:
     if name == "tools":
         if isinstance(value, Mapping | str | bytes) or not isinstance(value, Iterable):
             raise InvalidOption(name, f"expected a list of objects, got {shown(value)}")
-        chat.tools.extend(_json(tool, f"tools[{index}]") for index, tool in enumerate(value))
+        for index, tool in enumerate(value):
+            _add_tool(chat, tool, f"tools[{index}]")
     elif name == "template_variables":
-        chat.template_variables = _json(value, name)
+        chat.template_variables_json = _json(value, name)
+    elif name == "tool_choice":
+        _set_tool_choice(chat.tool_choice, value)
     elif not isinstance(value, bool):
         raise InvalidOption(name, f"expected true or false, got {shown(value)}")
     else:
         setattr(chat, name, value)
+
+
+def _set_tool_choice(choice: pb.ToolChoice, value: object) -> None:
+    if isinstance(value, str) and value in TOOL_CHOICE_MODES:
+        choice.mode = TOOL_CHOICE_MODES[value]
+        return
+    function = value.get("function") if isinstance(value, Mapping) and value.get("type") == "function" else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        modes = ", ".join(f'"{mode}"' for mode in TOOL_CHOICE_MODES)
+        raise InvalidOption("tool_choice", f"expected {modes} or a function, got {shown(value)}")
+    _set_text(choice, "function", function["name"], "tool_choice")
 
 
 def _add_message(chat: pb.Chat, message: ChatMessage, where: str) -> None:
@@ -93,9 +120,9 @@ def _add_message(chat: pb.Chat, message: ChatMessage, where: str) -> None:
     _set_text(added, "role", message["role"], where)
     if message.get("content") is not None or not message.get("tool_calls"):
         _set_text(added, "content", message.get("content"), where)
-    for name in ("tool_call_id", "name", "reasoning_content"):
+    for name in ("tool_call_id", "name", "reasoning", "reasoning_content"):
         if message.get(name) is not None:
-            _set_text(added, name, message[name], where)
+            _set_text(added, name.removesuffix("_content"), message[name], where)
     for index, call in enumerate(_list(message.get("tool_calls"), f"{where}.tool_calls")):
         _add_call(added, call, f"{where}.tool_calls[{index}]")
 
@@ -111,7 +138,36 @@ def _add_call(message: pb.ChatMessage, call: Any, where: str) -> None:
         _set_text(added, "id", call["id"], where)
     function = call["function"]
     _set_text(added, "name", function.get("name"), f"{where}.function")
-    added.arguments = _json(function.get("arguments") or {}, f"{where}.function.arguments")
+    added.arguments_json = _json(function.get("arguments") or {}, f"{where}.function.arguments")
+
+
+def _add_tool(chat: pb.Chat, tool: Any, where: str) -> None:
+    if isinstance(tool, str):
+        tool = _parsed(tool, where)
+    if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
+        raise InvalidOption(where, f"expected an object with a function, got {shown(tool)}")
+    _refuse_others(tool, _TOOL_KEYS, where)
+    if tool.get("type", "function") != "function":
+        raise InvalidOption(f"{where}.type", f"expected function, got {shown(tool['type'])}")
+    function, where = tool["function"], f"{where}.function"
+    _refuse_others(function, _FUNCTION_KEYS, where)
+    added = chat.tools.add().function
+    _set_text(added, "name", function.get("name"), where)
+    if function.get("description") is not None:
+        _set_text(added, "description", function["description"], where)
+    if function.get("parameters") is not None:
+        added.parameters_json = _json(function["parameters"], f"{where}.parameters")
+    if function.get("strict") is not None:
+        if not isinstance(function["strict"], bool):
+            raise InvalidOption(f"{where}.strict", f"expected true or false, got {shown(function['strict'])}")
+        added.strict = function["strict"]
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidOption(where, f"not valid JSON: {error}") from None
 
 
 def _refuse_others(given: Mapping[str, Any], known: frozenset[str], where: str) -> None:

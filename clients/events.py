@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import penstock.v1 as pb
 from penstock.clients.errors import RequestFailed, failure_from_status
+from penstock.clients.tool_calls import CalledTool, ToolCallPart, append_parts, whole_calls
 
 
 class FinishReason(Enum):
@@ -16,6 +17,8 @@ class FinishReason(Enum):
     """Not ended, or ended before any output."""
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    """Stopped after parsed tool calls, all of which are complete."""
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
@@ -62,6 +65,8 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
+    """The output's tokens that are reasoning; 0 unless it is parsed."""
 
 
 @dataclass(slots=True)
@@ -143,7 +148,8 @@ class ChoiceEnd:
 @dataclass(slots=True)
 class Delta:
     """New output of one choice: whole characters, and exactly their tokens. One token or several. The last delta also
-    has the tokens that ended the choice."""
+    has the tokens that ended the choice. ``text`` has no reasoning and no tool calls if the request has these
+    parsed."""
 
     text: str
     token_ids: list[int]
@@ -151,6 +157,8 @@ class Delta:
     logprobs: Logprobs | None = None
     end: ChoiceEnd | None = None
     """Set on a choice's last delta."""
+    reasoning: str = ""
+    tool_calls: list[ToolCallPart] = field(default_factory=list)
 
     @classmethod
     def from_proto(cls, message: pb.Delta) -> "Delta":
@@ -160,6 +168,8 @@ class Delta:
             choice=message.choice,
             logprobs=Logprobs.from_proto(message.logprobs) if message.HasField("logprobs") else None,
             end=ChoiceEnd.from_proto(message.end) if message.HasField("end") else None,
+            reasoning=message.reasoning,
+            tool_calls=[ToolCallPart.from_proto(call) for call in message.tool_calls],
         )
 
 
@@ -261,6 +271,8 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: Logprobs | None = None
     end: ChoiceEnd = field(default_factory=lambda: ChoiceEnd(FinishReason.UNSPECIFIED))
+    reasoning: str = ""
+    tool_calls: list[CalledTool] = field(default_factory=list)
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -269,8 +281,9 @@ class Choice:
 
 @dataclass(slots=True)
 class Completion:
-    """The whole answer to one request. ``text``, ``token_ids``, ``logprobs`` and ``finish_reason`` are those of the
-    first choice, the only one unless ``n`` was given. The other properties are those of ``finished``."""
+    """The whole answer to one request. ``text``, ``reasoning``, ``tool_calls``, ``token_ids``, ``logprobs`` and
+    ``finish_reason`` are those of the first choice, the only one unless ``n`` was given. The other properties are those
+    of ``finished``."""
 
     choices: list[Choice]
     finished: Finished
@@ -279,6 +292,14 @@ class Completion:
     @property
     def text(self) -> str:
         return self.choices[0].text
+
+    @property
+    def reasoning(self) -> str:
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> list[CalledTool]:
+        return self.choices[0].tool_calls
 
     @property
     def token_ids(self) -> list[int]:
@@ -312,6 +333,8 @@ class Completion:
 def collect(events: Iterable[Event], num_choices: int) -> Completion:
     """Combines the events of one successful request; the last one is its ``Finished``."""
     texts: list[list[str]] = [[] for _ in range(num_choices)]
+    reasoning: list[list[str]] = [[] for _ in range(num_choices)]
+    calls: list[list[ToolCallPart]] = [[] for _ in range(num_choices)]
     choices = [Choice() for _ in range(num_choices)]
     prompt_logprobs: Logprobs | None = None
     finished: Finished | None = None
@@ -320,6 +343,8 @@ def collect(events: Iterable[Event], num_choices: int) -> Completion:
             case Delta():
                 choice = choices[event.choice]
                 texts[event.choice].append(event.text)
+                reasoning[event.choice].append(event.reasoning)
+                calls[event.choice] += event.tool_calls
                 choice.token_ids += event.token_ids
                 if event.logprobs is not None:
                     choice.logprobs = choice.logprobs or Logprobs()
@@ -332,8 +357,9 @@ def collect(events: Iterable[Event], num_choices: int) -> Completion:
             case Finished():
                 finished = event
     assert finished is not None, "events of a request that has not ended"
-    for choice, pieces in zip(choices, texts, strict=True):
-        choice.text = "".join(pieces)
+    for index, choice in enumerate(choices):
+        choice.text, choice.reasoning = "".join(texts[index]), "".join(reasoning[index])
+        choice.tool_calls = whole_calls(calls[index])
     return Completion(choices, finished, prompt_logprobs)
 
 
@@ -361,6 +387,8 @@ def merge(events: Iterable[Event]) -> list[Event]:
 
 def _append(delta: Delta, more: Delta) -> None:
     delta.text += more.text
+    delta.reasoning += more.reasoning
+    append_parts(delta.tool_calls, more.tool_calls)
     delta.token_ids += more.token_ids
     if more.logprobs is not None:
         delta.logprobs = delta.logprobs or Logprobs()

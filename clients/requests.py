@@ -58,6 +58,10 @@ class Options(ChatOptions, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     include_special_tokens: bool | None
+    parse_reasoning: bool | None
+    """Whether the model's reasoning is separated from the text."""
+    parse_tool_calls: bool | None
+    """Whether tool calls are separated from the text. Needs a conversation."""
 
     model: str | None
     """The name of the model. Default: the only one."""

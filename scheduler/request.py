@@ -133,7 +133,8 @@ class SequenceDelta:
     logprobs: TokenLogprobs | None = None
     end: StopMatch | None = None
     text_lengths: list[int] | None = None
-    """The number of characters of the text that begin in each token, if there are ``logprobs``."""
+    """The number of characters of the text that begin in each token, if there are ``logprobs``, or the request measures
+    its text."""
 
 
 @dataclass(slots=True)
@@ -295,6 +296,8 @@ class Request:
     allows nothing else, and ends the output there too."""
     is_warm_up: bool = False
     """Only its KV matters, for a request that follows: it is not charged to its tenant's token rate."""
+    measures_text: bool = False
+    """Whether its deltas have ``text_lengths`` without log-probabilities too."""
     more_prompts: Sequence[Prompt] = ()
     """The prompts after the first, if it is pooled: ``n`` counts them all."""
     num_prompt_tokens: int = field(init=False)

@@ -164,6 +164,8 @@ def answer_record(identity: Id, answer: Completion) -> dict[str, object]:
 def _choice_record(choice: Choice) -> dict[str, object]:
     return {
         "text": choice.text,
+        **({"reasoning": choice.reasoning} if choice.reasoning else {}),
+        **({"tool_calls": [asdict(call) for call in choice.tool_calls]} if choice.tool_calls else {}),
         "token_ids": choice.token_ids,
         "finish_reason": choice.finish_reason.value,
         **({} if choice.logprobs is None else {"logprobs": asdict(choice.logprobs)}),

@@ -143,7 +143,8 @@ class ChatSession:
         return f"last: {self._answers[-1]}\nall: {total}; {self.conversation.num_turns:,} turns remembered"
 
     def _receive(self, answer: ChatAnswer) -> None:
-        given = {"retain_ms": _RETAIN_MS, **self.options, "continue_from": self.conversation.continue_from or None}
+        defaults = {"retain_ms": _RETAIN_MS, "parse_reasoning": True}
+        given = {**defaults, **self.options, "continue_from": self.conversation.continue_from or None}
         timeout_ms = given.pop("timeout_ms", None)
         timeout = timeout_ms / 1000 if isinstance(timeout_ms, int) else None
         options: Options = {**given}  # type: ignore[typeddict-item]  # checked before
@@ -153,6 +154,7 @@ class ChatSession:
                     answer.first = answer.first or time.monotonic()
                     answer.text += event.text
                     answer.num_tokens += len(event.token_ids)
+                    self._screen.reasoning(event.reasoning)
                     self._screen.answer(event.text)
                 elif isinstance(event, Finished):
                     answer.finished = event

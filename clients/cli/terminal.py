@@ -21,18 +21,34 @@ class Screen:
         self._is_terminal = sys.stdout.isatty()
         self._has_colours = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
         self._at_line_start = True
+        self._in_reasoning = False
+
+    def reasoning(self, text: str) -> None:
+        """Shows a part of the model's reasoning immediately, before its answer."""
+        if text:
+            self._in_reasoning = True
+            text = text.translate(_CONTROLS)
+            sys.stderr.write(f"{_DIM}{text}{_PLAIN}" if self._has_colours else text)
+            sys.stderr.flush()
 
     def answer(self, text: str) -> None:
         """Shows a part of an answer immediately, without control characters that a terminal would interpret."""
         if self._is_terminal:
             text = text.translate(_CONTROLS)
         if text:
+            self._end_reasoning()
             sys.stdout.write(text)
             sys.stdout.flush()
             self._at_line_start = text.endswith("\n")
 
+    def _end_reasoning(self) -> None:
+        if self._in_reasoning:
+            self._in_reasoning = False
+            print(file=sys.stderr, flush=True)
+
     def end_answer(self) -> None:
         """Ends the current line, if it is not empty."""
+        self._end_reasoning()
         if not self._at_line_start:
             self.answer("\n")
 

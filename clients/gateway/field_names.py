@@ -8,8 +8,10 @@ Names = Sequence[tuple[str, str]]
 and its replacement. The first match counts; the rest of the field stays."""
 
 CHAT_NAMES: Names = (
-    (r"chat\.messages(\[\d+\]\.tool_calls\[\d+\])\.(name|arguments)", r"messages\1.function.\2"),
-    (r"chat\.template_variables", "chat_template_kwargs"),
+    (r"chat\.messages(\[\d+\]\.tool_calls\[\d+\])\.name", r"messages\1.function.name"),
+    (r"chat\.messages(\[\d+\]\.tool_calls\[\d+\])\.arguments_json", r"messages\1.function.arguments"),
+    (r"chat\.tools(\[\d+\])\.function\.parameters_json", r"tools\1.function.parameters"),
+    (r"chat\.template_variables_json", "chat_template_kwargs"),
     (r"chat\.", ""),
     (r"chat", "messages"),
     (r"token_ids(\.ids)?(\[\d+\])?", "messages"),

@@ -7,9 +7,6 @@ from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.host.allowed_hosts import AllowedHosts
 from penstock.clients.host.reloaded_files import WatchedFiles
 
-AUTO, NONE = "auto", "none"
-"""Values for a parser: detected from the chat template, and none."""
-
 
 @dataclass(frozen=True)
 class GatewaySettings:
@@ -31,8 +28,6 @@ class GatewaySettings:
     exposed_address: str = ""
     """The address at which other machines can reach the gateway, for the warning if they need no key; empty: no
     warning."""
-    tool_call_parser: str = AUTO
-    reasoning_parser: str = AUTO
     max_body_bytes: int = 16 << 20
     """The limit on the body of a request. A prompt of 4 MiB, the service's limit, may be larger in JSON."""
     max_bodies_bytes: int = 128 << 20

@@ -21,9 +21,12 @@ class OutputBuffer:
         max_tokens: int,
         num_top_logprobs: int | None,
         end_token_ids: Collection[int] = (),
+        *,
+        measures_text: bool = False,
     ) -> None:
-        """``end_token_ids`` are stop tokens that end the sequence even before ``min_tokens``. In that case
-        the grammar allowed no other token, so this one is neither counted nor shown."""
+        """``measures_text``: whether deltas have ``text_lengths`` without log-probabilities. ``end_token_ids`` are stop
+        tokens that end the sequence even before ``min_tokens``. In that case the grammar allowed no other token, so
+        this one is neither counted nor shown."""
         self.index = index
         self.max_tokens = max_tokens
         self.num_tokens = 0
@@ -37,6 +40,7 @@ class OutputBuffer:
         self._num_in_end = 0
         """The number of tokens that ended the sequence: a stop token, or those of a stop string."""
         self._held_logprobs = None if num_top_logprobs is None else TokenLogprobs(num_top_logprobs, [], [], [])
+        self._measures = measures_text or num_top_logprobs is not None
         self._lengths: list[int] = []
         """The number of characters of the text that begin in each of the oldest tokens of ``_held``, where known."""
 
@@ -61,7 +65,7 @@ class OutputBuffer:
                 released = self._end(end)
             else:
                 released = self._text.feed(token_id)
-                if self._held_logprobs is not None:
+                if self._measures:
                     self._lengths += released.text_lengths()
             num_more, more, stop, _ = released
             if self.num_tokens >= self.max_tokens and stop is None and self.end is None:
@@ -102,7 +106,7 @@ class OutputBuffer:
         if not self.num_tokens:
             return None
         released = self._text.finish()
-        if self._held_logprobs is not None:
+        if self._measures:
             self._lengths += released.text_lengths()
         if released.stop is not None:
             self.end = StopMatch(EngineFinishReason.STOP, stop=released.stop)
@@ -112,7 +116,7 @@ class OutputBuffer:
     def _end(self, end: StopMatch) -> TextDelta:
         self.end = end
         released = self._text.finish()
-        if self._held_logprobs is not None:
+        if self._measures:
             self._lengths += released.text_lengths()
         return released
 
@@ -127,10 +131,12 @@ class OutputBuffer:
             shown, self._held = held, []
         else:
             shown, self._held = held[:num_released], held[num_released:]
-        logprobs = self._held_logprobs
-        if logprobs is None:
+        if not self._measures:
             return SequenceDelta(self.index, shown, text, None, self.end)
-        self._held_logprobs = logprobs.part(num_released, len(logprobs.chosen))
         lengths, self._lengths = self._lengths[:num_released], self._lengths[num_released:]
         lengths += [0] * (num_released - len(lengths))
+        logprobs = self._held_logprobs
+        if logprobs is None:
+            return SequenceDelta(self.index, shown, text, None, self.end, lengths)
+        self._held_logprobs = logprobs.part(num_released, len(logprobs.chosen))
         return SequenceDelta(self.index, shown, text, logprobs.part(0, num_released), self.end, lengths)

@@ -228,6 +228,7 @@ class SequenceState:
             max_tokens,
             request.sampling.logprobs,
             request.grammar_end_ids,
+            measures_text=request.measures_text,
         )
 
     @property

@@ -36,7 +36,7 @@ from penstock.service.config.addresses import (
     metrics_address,
     warn_of_exposure,
 )
-from penstock.service.config.sampling_defaults import read_sampling_defaults
+from penstock.service.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from penstock.service.config.serve_config import ServeConfig
 from penstock.service.text.conversion.convert import convert_tokenizer
 from penstock.service.text.tokenizer import Tokenizer
@@ -84,11 +84,7 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
     checkpoint = check_checkpoint(path, has_weights)
     checkpoint.choose_quantization(config.quantization)
     checkpoint.spec.divided(config.tensor_parallel_size)
-    defaults = read_sampling_defaults(path, config.generation_config, config.override_generation_config)
-    if str(defaults):
-        _log.info(
-            "sampling defaults for fields that a request omits (none with --generation-config none): %s", defaults
-        )
+    defaults = _sampling_defaults(path, config)
     pooling = None if config.pooling is None else Pooling(config.pooling)
     if checkpoint.classifier is not None or config.score_tokens is not None:
         pooling = pooling or Pooling.LAST  # modules.json describes the classifier, if anything
@@ -117,6 +113,8 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         head=head,
         generates=checkpoint.classifier is None,
         sampling_defaults=defaults,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
         speculation=speculation,
         tls=files.tls,
         tenants=files.tenants,
@@ -141,6 +139,15 @@ def _http_processes(config: ServeConfig, addresses: "_Addresses") -> tuple[HttpP
     if addresses.status_page is not None:
         status_page = HttpProcess(addresses.status_page, status_page_options(config), serves=STATUS_PAGE)
     return http, status_page
+
+
+def _sampling_defaults(path: Path, config: ServeConfig) -> SamplingDefaults:
+    defaults = read_sampling_defaults(path, config.generation_config, config.override_generation_config)
+    if str(defaults):
+        _log.info(
+            "sampling defaults for fields that a request omits (none with --generation-config none): %s", defaults
+        )
+    return defaults
 
 
 class _Addresses(NamedTuple):
@@ -240,8 +247,6 @@ def http_options(config: ServeConfig) -> Sequence[str]:
         allowed_hosts=config.allowed_hosts,
         unknown_fields=config.unknown_fields,
         sse_keep_alive=config.sse_keep_alive,
-        tool_call_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser,
         # The gateway's responses end with the service's requests; its own grace period must not end them earlier.
         shutdown_grace=math.ceil(config.shutdown_grace) + _HTTP_GRACE_S,
     )

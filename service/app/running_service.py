@@ -19,14 +19,15 @@ from penstock.service.auth.identity import IdentityInterceptor
 from penstock.service.config.addresses import Address
 from penstock.service.config.field_rules import ModelLimits
 from penstock.service.config.limits import Validator
+from penstock.service.requests.answer_formats import AnswerFormats
 from penstock.service.requests.contexts import ContextStore
-from penstock.service.requests.embed import EmbedRequestBuilder
 from penstock.service.requests.generate import RequestBuilder
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.requests.idempotency import IdempotencyKeys
 from penstock.service.requests.lifecycle import RequestContext
 from penstock.service.requests.open_prompt import OpenPromptConfig
-from penstock.service.requests.pooled import PooledInputs
+from penstock.service.requests.pooled.embed import EmbedRequestBuilder
+from penstock.service.requests.pooled.inputs import PooledInputs
 from penstock.service.requests.warm_up import PrefixWarmer
 from penstock.service.rpc.classification import ClassificationService
 from penstock.service.rpc.embedding import EmbeddingService
@@ -73,7 +74,13 @@ class RunningService:
     """The gRPC services, their listeners, and the parts that they share."""
 
     def __init__(
-        self, config: ServerConfig, engine: Engine, tokenizer: Tokenizer, facts: WorkerFacts, health: Health
+        self,
+        config: ServerConfig,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        formats: AnswerFormats,
+        facts: WorkerFacts,
+        health: Health,
     ) -> None:
         self.pool = TokenizerPool(
             tokenizer,
@@ -109,6 +116,7 @@ class RunningService:
             grammars=self.grammars,
             defaults=config.sampling_defaults,
             generates=config.generates,
+            formats=formats,
         )
         warm_up = PrefixWarmer(engine, request_builder, conversations)
         open_prompts = OpenPromptConfig(warm_up, config.open_prompt_ttl_s, facts.max_model_len - 1)
@@ -126,9 +134,9 @@ class RunningService:
         self._max_connections = max_connections(config.max_connections)
         self._server = new_server(interceptors, max_streams, self._max_connections, self._limits.connections.cut)
         self._admin_listeners: list[AdminListener] = []
-        self._add_services(tokenizer, health)
+        self._add_services(tokenizer, formats, health)
 
-    def _add_services(self, tokenizer: Tokenizer, health: Health) -> None:
+    def _add_services(self, tokenizer: Tokenizer, formats: AnswerFormats, health: Health) -> None:
         config, engine, server = self._config, self._engine, self._server
         model_service = ModelService(
             config.model_name,
@@ -141,6 +149,7 @@ class RunningService:
             config.sampling_defaults,
             labels=() if config.head is None else config.head.labels,
             generates=config.generates,
+            formats=formats,
         )
         inputs = PooledInputs(self._validator, self.pool, config.model_name)
         embed_builder = EmbedRequestBuilder(inputs, config.embedding, self._facts.hidden_size)

@@ -25,6 +25,7 @@ from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.identity import AllowAll
 from penstock.service.auth.tenant_limits import TenantLimitsFile
 from penstock.service.config.addresses import ADMIN_FLAG, METRICS_FLAG, Address
+from penstock.service.requests.answer_formats import AnswerFormats, find_formats
 from penstock.service.rpc.health import Health
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.metrics_outlets import MetricsOutlets
@@ -78,6 +79,7 @@ class Server:
         """The first signal that ended ``run``; 0 if none did."""
         # ``start`` sets these; the targets are the addresses of the other listeners, with the bound ports.
         self.tokenizer: Tokenizer
+        self._formats: AnswerFormats
         self.admin_target: str | None = None
         self.http_target: str | None = None
         self.status_page_target: str | None = None
@@ -124,7 +126,7 @@ class Server:
         # The engine starts its worker before any gRPC object exists: a process with gRPC's threads must not be forked.
         facts = await self._load()
         self._resources.push_async_callback(self._engine.stop)
-        running = RunningService(self._config, self._engine, self.tokenizer, facts, self._health)
+        running = RunningService(self._config, self._engine, self.tokenizer, self._formats, facts, self._health)
         self._resources.callback(running.close)
         self._resources.push_async_callback(running.stop_listening, FLUSH_S)
         self._start_watches()
@@ -168,6 +170,8 @@ class Server:
         try:
             await asyncio.sleep(HEAD_START_S)
             self.tokenizer = await asyncio.to_thread(self._load_tokenizer)
+            parsers = self._config.tool_call_parser, self._config.reasoning_parser
+            self._formats = await asyncio.to_thread(find_formats, self.tokenizer, *parsers)
         except BaseException:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)

@@ -13,6 +13,7 @@ from penstock.service.auth.tenant_limits import TenantLimitsFile
 from penstock.service.auth.tls import ServerTls
 from penstock.service.config.limits import MAX_CONNECTIONS
 from penstock.service.config.sampling_defaults import SamplingDefaults
+from penstock.service.parsers.registry import AUTO
 from penstock.service.requests.open_prompt import OPEN_PROMPT_TTL_S
 from penstock.service.streaming.outbox import HEARTBEAT_S
 from penstock.service.telemetry.stats_log import INTERVAL_S
@@ -51,6 +52,10 @@ class ServerConfig:
     generates: bool = True
     """Whether the model has an output head."""
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    tool_call_parser: str = AUTO
+    """The name of the format of the model's tool calls; AUTO: detected; NONE: not parsed."""
+    reasoning_parser: str = AUTO
+    """The same for its reasoning."""
     speculation: SpeculationConfig | None = None
     """How the worker drafts; None: no speculative decoding."""
     conversation_ttl_s: float = 600.0

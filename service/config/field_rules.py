@@ -170,6 +170,27 @@ class ServedModel(Text):
 
 
 @dataclass(frozen=True, slots=True)
+class Data(Bound):
+    """At most ``high`` bytes."""
+
+    high: int
+
+    def problem(self, value: bytes, limits: ModelLimits) -> Problem | None:
+        return None if len(value) <= self.high else Problem(f"at most {self.high:,} bytes; it has {len(value):,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported(Bound):
+    """A field of the contract that this service does not support, whatever its value."""
+
+    text: str
+    """What is wrong, and what would be right."""
+
+    def problem(self, value: Any, limits: ModelLimits) -> Problem | None:
+        return Problem(self.text)
+
+
+@dataclass(frozen=True, slots=True)
 class Items(Bound):
     """At most ``high`` items, each within the bound ``each``."""
 

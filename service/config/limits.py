@@ -15,6 +15,7 @@ from penstock.scheduler.config import MAX_REQUEST_RATE, MAX_TOKEN_BUDGET, MIN_RE
 from penstock.service.config.field_rules import (
     Biases,
     Bound,
+    Data,
     Ids,
     Items,
     Known,
@@ -29,6 +30,7 @@ from penstock.service.config.field_rules import (
     Span,
     Text,
     Texts,
+    Unsupported,
     foreign_id,
     too_many_ids,
 )
@@ -53,8 +55,9 @@ MAX_LISTED_REQUESTS = 1000
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_REGEX_BYTES = 64 << 10
 MAX_CHAT_MESSAGES = 4096
-MAX_TOOL_CALLS = 4096
-"""Limit for all messages of a conversation: each call is a message that is checked on the event loop."""
+MAX_INNER_PARTS = 4096
+"""Limit on the tool calls of all messages of a conversation, and on the parts of their contents: each is a message that
+is checked on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +72,26 @@ def chat_bytes(messages: Iterable[Any]) -> int:
     """Returns the total size of the long texts of chat messages."""
     return sum(
         utf8_bytes(message.content)
-        + utf8_bytes(message.reasoning_content)
-        + sum(utf8_bytes(call.arguments) for call in message.tool_calls)
+        + sum(utf8_bytes(part.text) for part in message.content_parts)
+        + utf8_bytes(message.reasoning)
+        + sum(utf8_bytes(call.arguments_json) for call in message.tool_calls)
         for message in messages
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Messages(Bound):
-    """At most ``high`` chat messages, with at most ``max_calls`` calls and ``max_bytes`` of text in total."""
+    """At most ``high`` chat messages, with at most ``max_inner`` calls, as many parts of contents, and ``max_bytes`` of
+    text in total."""
 
     high: int
-    max_calls: int
+    max_inner: int
     max_bytes: int
 
     def problem(self, value: Sequence[Any], limits: ModelLimits) -> Problem | None:
-        if len(value) <= self.high and (num_calls := sum(len(each.tool_calls) for each in value)) > self.max_calls:
-            return Problem(f"at most {self.max_calls:,} tool_calls in all; they have {num_calls:,}")
+        for name in ("tool_calls", "content_parts") if len(value) <= self.high else ():
+            if (number := sum(len(getattr(each, name)) for each in value)) > self.max_inner:
+                return Problem(f"at most {self.max_inner:,} {name} in all; they have {number:,}")
         found = Items(self.high, Nested()).problem(value, limits)
         if found is not None:
             return found
@@ -120,6 +126,7 @@ _SIDE = Known(frozenset({0, 1, 2}))
 _REQUEST_ID = Text(1, 64, required=True)
 _MODEL = ServedModel(1, 256)
 _CLIENT_ID = Text(1, 128, _PRINTABLE, "printable ASCII")
+_MEDIA = Unsupported("is not supported: the model takes only text; send text in its place")
 
 FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "GenerateOneRequest": {"start": Nested(required=True)},
@@ -166,21 +173,38 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "StringChoices": {"values": Texts(1024, MAX_GRAMMAR_BYTES, required=True)},
     "TokenIds": {"ids": Ids(Limit.UNCUT, required=True)},
     "Chat": {
-        "messages": Messages(MAX_CHAT_MESSAGES, MAX_TOOL_CALLS, MAX_TEXT_BYTES, required=True),
+        "messages": Messages(MAX_CHAT_MESSAGES, MAX_INNER_PARTS, MAX_TEXT_BYTES, required=True),
         "add_generation_prompt": _FLAG,
-        "tools": Texts(128, MAX_TEXT_BYTES),
-        "template_variables": Text(1, 64 << 10),
+        "tools": Items(128, Nested()),
+        "tool_choice": Nested(),
+        "parallel_tool_calls": _FLAG,
+        "template_variables_json": Text(1, 64 << 10),
         "continue_final_message": _FLAG,
     },
     "ChatMessage": {
         "role": Text(1, 64, required=True),
         "content": Text(0, MAX_TEXT_BYTES),
-        "reasoning_content": Text(0, MAX_TEXT_BYTES),
+        "content_parts": Items(128, Nested()),
         "tool_calls": Items(128, Nested()),
         "tool_call_id": Text(1, 256),
         "name": Text(1, 256),
+        "reasoning": Text(0, MAX_TEXT_BYTES),
     },
-    "ToolCall": {"id": Text(1, 256), "name": Text(1, 256, required=True), "arguments": Text(0, MAX_TEXT_BYTES)},
+    "ContentPart": {"text": Text(0, MAX_TEXT_BYTES), "image": _MEDIA, "audio": _MEDIA},
+    "MediaContent": {
+        "mime_type": Text(1, 128, required=True),
+        "data": Data(MAX_TEXT_BYTES),
+        "uri": Text(1, 8 << 10),
+    },
+    "ToolCall": {"id": Text(1, 256), "name": Text(1, 256, required=True), "arguments_json": Text(0, MAX_TEXT_BYTES)},
+    "Tool": {"function": Nested(required=True)},
+    "FunctionTool": {
+        "name": Text(1, 256, required=True),
+        "description": Text(0, MAX_TEXT_BYTES),
+        "parameters_json": Text(1, MAX_TEXT_BYTES),
+        "strict": _FLAG,
+    },
+    "ToolChoice": {"mode": Known(frozenset({0, 1, 2, 3})), "function": Text(1, 256)},
     "SamplingParams": {
         "temperature": Number(0, 100),
         "top_k": Number(0, 1_000_000),
@@ -205,6 +229,8 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "logprobs": Number(0, 20),
         "prompt_logprobs": Number(0, 20),
         "include_special_tokens": _FLAG,
+        "parse_reasoning": _FLAG,
+        "parse_tool_calls": _FLAG,
     },
     "GenerationCancel": {"refs": Refs(65_536)},
     "GenerationUpdate": {

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.clients.gateway.origins import read_origins
-from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
-from penstock.clients.gateway.parsers.tool_formats import TOOL_FORMATS
-from penstock.clients.gateway.settings import AUTO, NONE
 from penstock.clients.host.allowed_hosts import read_hosts
 from penstock.models.executor.log_format import JSON, TEXT
 from penstock.scheduler.plan import SpeculationConfig
@@ -24,6 +21,9 @@ from penstock.service.config.flags import ConfigError, check, flag
 from penstock.service.config.limits import MAX_CONNECTIONS
 from penstock.service.config.sampling_defaults import check_override
 from penstock.service.config.speculative import parse_speculation
+from penstock.service.parsers.reasoning import REASONING_FORMATS
+from penstock.service.parsers.registry import AUTO, NONE
+from penstock.service.parsers.tool_formats import TOOL_FORMATS
 
 _DEVICE = re.compile("auto|cpu|cuda(:[0-9]{1,3})?")
 
@@ -119,11 +119,11 @@ class ServeConfig:
         metavar="HOST", shown="127.0.0.1",
     )  # fmt: skip
     tool_call_parser: str = flag(
-        AUTO, "the format of the model's tool calls, for OpenAI's API; auto detects it from the chat template",
+        AUTO, "the format of the model's tool calls; auto detects it from the chat template",
         choices=[AUTO, NONE, *TOOL_FORMATS],
     )  # fmt: skip
     reasoning_parser: str = flag(
-        AUTO, "the format of the model's reasoning, for OpenAI's API; auto detects it from the chat template",
+        AUTO, "the format of the model's reasoning; auto detects it from the chat template",
         choices=[AUTO, NONE, *REASONING_FORMATS],
     )  # fmt: skip
     allowed_origins: str | None = flag(

@@ -20,14 +20,20 @@ event loop: 0.1 s for 4 MiB of short lists."""
 _SET_BY_FIELDS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
+def shows_tools(chat: pb.Chat) -> bool:
+    """Whether the model sees the tools of a chat."""
+    return bool(chat.tools) and chat.tool_choice.mode != pb.TOOL_CHOICE_MODE_NONE
+
+
 def check_chat(chat: pb.Chat, template: ChatTemplate) -> None:
     """Makes all checks that need no parsing. ``template`` is the one that will render the chat. Raises ServiceError."""
-    if chat.tools and not template.shows_tools:
+    if shows_tools(chat) and not template.shows_tools:
         raise ServiceError(Reason.NO_TOOLS_IN_TEMPLATE, field="chat.tools")
     for index, message in enumerate(chat.messages):
         if message.role not in template.roles:
             raise invalid(f"chat.messages[{index}].role", f"must be one of {', '.join(sorted(template.roles))}")
-    if chat.tools and (total := chat_bytes(chat.messages) + sum(map(utf8_bytes, chat.tools))) > MAX_TEXT_BYTES:
+    _check_contents(chat)
+    if chat.tools and (total := chat_bytes(chat.messages) + _tool_bytes(chat)) > MAX_TEXT_BYTES:
         raise invalid("chat.tools", f"at most {MAX_TEXT_BYTES:,} bytes together with the messages; they have {total:,}")
     if not chat.continue_final_message:
         return
@@ -35,7 +41,7 @@ def check_chat(chat: pb.Chat, template: ChatTemplate) -> None:
     if chat.add_generation_prompt:
         raise invalid(field, "not together with add_generation_prompt, which starts another turn")
     last = chat.messages[-1]
-    if last.role != "assistant" or not last.content or last.tool_calls:
+    if last.role != "assistant" or not content_text(last) or last.tool_calls:
         raise invalid(field, "the last message must be the assistant's, with content and without tool_calls")
 
 
@@ -45,11 +51,11 @@ def parse_chat(chat: pb.Chat) -> TemplateInput:
     messages = [
         TemplateMessage(
             message.role,
-            message.content if message.HasField("content") or not message.tool_calls else None,
-            [TemplateToolCall(call.id, call.name, _arguments(call.arguments)) for call in message.tool_calls],
+            content_text(message) if _has_content(message) or not message.tool_calls else None,
+            [TemplateToolCall(call.id, call.name, _arguments(call.arguments_json)) for call in message.tool_calls],
             message.tool_call_id,
             message.name,
-            message.reasoning_content if message.HasField("reasoning_content") else None,
+            message.reasoning if message.HasField("reasoning") else None,
         )
         for message in chat.messages
     ]
@@ -57,15 +63,56 @@ def parse_chat(chat: pb.Chat) -> TemplateInput:
     return TemplateInput(
         messages,
         add_generation_prompt=opens_turn and not chat.continue_final_message,
-        tools=[_object(tool, f"chat.tools[{index}]") for index, tool in enumerate(chat.tools)],
-        variables=_variables(chat.template_variables),
+        tools=[_tool(tool.function, f"chat.tools[{index}].function") for index, tool in enumerate(chat.tools)]
+        if shows_tools(chat)
+        else [],
+        variables=_variables(chat.template_variables_json),
         continue_final_message=chat.continue_final_message,
     )
 
 
+def content_text(message: pb.ChatMessage) -> str:
+    """Returns the text of a message: its content, or the texts of the parts as lines."""
+    if not message.content_parts:
+        return message.content
+    return "\n".join([part.text for part in message.content_parts])
+
+
+def _has_content(message: pb.ChatMessage) -> bool:
+    return message.HasField("content") or bool(message.content_parts)
+
+
+def _check_contents(chat: pb.Chat) -> None:
+    for index, message in enumerate(chat.messages):
+        if not message.content_parts:
+            continue
+        field = f"chat.messages[{index}].content_parts"
+        if message.HasField("content"):
+            raise invalid(field, "not together with content; set one of them")
+        for at, part in enumerate(message.content_parts):
+            if part.WhichOneof("part") is None:
+                raise invalid(f"{field}[{at}]", "is empty; set text")
+
+
+def _tool_bytes(chat: pb.Chat) -> int:
+    functions = [tool.function for tool in chat.tools]
+    texts = ((each.name, each.description, each.parameters_json) for each in functions)
+    return sum(utf8_bytes(text) for some in texts for text in some)
+
+
+def _tool(function: pb.FunctionTool, field: str) -> Mapping[str, Any]:
+    """Returns a tool in the form that templates expect. Raises ServiceError."""
+    described: dict[str, Any] = {"name": function.name}
+    if function.HasField("description"):
+        described["description"] = function.description
+    if function.HasField("parameters_json"):
+        described["parameters"] = parse_object(function.parameters_json, f"{field}.parameters_json")
+    return {"type": "function", "function": described}
+
+
 def _variables(text: str) -> Mapping[str, Any]:
-    field = "chat.template_variables"
-    variables = _object(text or "{}", field)
+    field = "chat.template_variables_json"
+    variables = parse_object(text or "{}", field)
     for name in sorted(_SET_BY_FIELDS & variables.keys()):
         raise invalid(field, f"{name} has its own field; set that")
     return variables
@@ -74,12 +121,12 @@ def _variables(text: str) -> Mapping[str, Any]:
 def _arguments(text: str) -> Mapping[str, Any] | str:
     """Returns a call's arguments; the text itself if the model wrote something else than an object, as it may."""
     try:
-        return _object(text or "{}", "arguments")
+        return parse_object(text or "{}", "arguments_json")
     except ServiceError:
         return text
 
 
-def _object(text: str, field: str) -> Mapping[str, Any]:
+def parse_object(text: str, field: str) -> Mapping[str, Any]:
     """Parses a JSON object. Raises ServiceError."""
     try:
         value = _parsed(text)

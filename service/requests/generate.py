@@ -7,10 +7,10 @@ tokenizer's thread pool.
 import functools
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
 
@@ -22,13 +22,20 @@ from penstock.service.config.field_rules import Limit
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import Reason, ServiceError, invalid
-from penstock.service.requests.chat import check_chat, parse_chat
+from penstock.service.parsers.base import AnswerParser
+from penstock.service.parsers.reasoning import REASONING_FORMATS
+from penstock.service.parsers.registry import AUTO, NONE
+from penstock.service.requests.answer_formats import AnswerFormats
+from penstock.service.requests.answer_parsing import AnswerParsing
+from penstock.service.requests.chat import check_chat, content_text, parse_chat, shows_tools
 from penstock.service.requests.contexts import StoredContext
 from penstock.service.requests.cost import check_cost, too_expensive
 from penstock.service.requests.grammar_check import GrammarChecks
+from penstock.service.requests.tool_choice import CallConstraints
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.text.detokenizer import IdsOnly, text_states
-from penstock.service.text.tokenizer import TokenizerPool
+from penstock.service.text.reasoning import Reasoning
+from penstock.service.text.tokenizer import Tokenizer, TokenizerPool
 from penstock.service.text.truncation import Truncation
 from penstock.v1 import CONSTRAINT_START_FIRST_TOKEN
 
@@ -81,6 +88,14 @@ def requested_change(update: pb.GenerationUpdate) -> Change:
     )
 
 
+class PreparedRequest(NamedTuple):
+    """A request that is ready for the queue."""
+
+    request: Request
+    parsers: Sequence[AnswerParser]
+    """One parser for each choice; none if the output is not parsed."""
+
+
 class RequestBuilder:
     """Builds generation requests for one served model."""
 
@@ -96,12 +111,13 @@ class RequestBuilder:
         grammars: GrammarChecks,
         defaults: SamplingDefaults | None = None,
         generates: bool = True,
+        formats: AnswerFormats | None = None,
     ) -> None:
         """``max_sequence_tokens`` is the maximum length of a choice with its prompt: the model's context or the KV
         cache's size, whichever is less. ``max_retain_s`` is the longest time for which KV can be retained, and the
         default for requests that continue others. ``max_drafts`` is the maximum number of draft tokens per choice and
         step. ``defaults`` are the model's sampling defaults. ``generates``: whether the model has an output head;
-        otherwise every request is refused."""
+        otherwise every request is refused. ``formats`` are those of the model's outputs; by default none are known."""
         self._generates = generates
         self._validator = validator
         self._pool = pool
@@ -112,6 +128,10 @@ class RequestBuilder:
         self._max_drafts = max_drafts
         self._grammars = grammars
         self._defaults = SamplingDefaults() if defaults is None else defaults
+        formats = AnswerFormats() if formats is None else formats
+        self._parsing = AnswerParsing(pool.tokenizer, formats)
+        self._calls = CallConstraints(formats)
+        self._reasoning = _reasoning(pool.tokenizer, formats.reasoning_parser)
 
     def check(self, start: pb.GenerationStart) -> None:
         """Makes all checks that are possible before the prompt is tokenized. Raises ServiceError. The prompt of a start
@@ -127,9 +147,12 @@ class RequestBuilder:
         if prompt == "token_ids" and self._truncation(start) is None:
             self._validator.check_num_ids(start.token_ids.ids, "token_ids.ids", Limit.PROMPT)
         if prompt == "chat":
-            check_chat(start.chat, self._tokenizer.chat_template(bool(start.chat.tools)))
-        if start.HasField("constraint"):
+            check_chat(start.chat, self._tokenizer.chat_template(shows_tools(start.chat)))
+        if self._calls.applies(start):
+            self._calls.check(start)
+        elif start.HasField("constraint"):
             _check_constraint(start)
+        self._parsing.check(start)
         sampling = start.sampling
         if sampling.HasField("max_tokens"):
             if sampling.min_tokens > sampling.max_tokens:
@@ -179,14 +202,25 @@ class RequestBuilder:
         sink: Callable[[Event], None],
         answer: ResponseMode = ResponseMode.STREAMED,
         context: StoredContext | None = None,
-    ) -> Request:
-        """Returns the scheduler's request. ``start`` has passed ``check``; ``context`` is the context of the request
-        that it continues. Raises ServiceError."""
+    ) -> PreparedRequest:
+        """Returns the scheduler's request, and the parsers of its output. ``start`` has passed ``check``; ``context``
+        is the context of the request that it continues. Raises ServiceError."""
         grammar = ""
-        if start.HasField("constraint"):
+        if self._calls.applies(start):
+            grammar = await self._call_grammar(start, origin.tenant)
+        elif start.constraint.WhichOneof("kind") is not None:
             grammar = await self._grammars.grammar(start.constraint, origin.tenant)
         work = functools.partial(self._make, start, origin, sink, answer, context, grammar)
         return await self._pool.run(work, start.ByteSize(), origin.tenant)
+
+    async def _call_grammar(self, start: pb.GenerationStart, tenant: str) -> str:
+        """Returns the grammar of an output whose calls are constrained. Raises ServiceError."""
+        work = functools.partial(self._calls.constraint, start)
+        constraint = await self._pool.run(work, start.chat.ByteSize(), tenant)
+        try:
+            return await self._grammars.grammar(constraint, tenant)
+        except ServiceError as error:
+            raise self._calls.renamed(error, start) from None
 
     def _make(
         self,
@@ -196,7 +230,7 @@ class RequestBuilder:
         answer: ResponseMode,
         context: StoredContext | None,
         grammar: str,
-    ) -> Request:
+    ) -> PreparedRequest:
         salt = tenant_salt(self._model_name, origin.tenant)
         prompt = self._prompt(start, salt) if context is None else self._continued(start, salt, context)
         n, num_prompt_tokens = start.sampling.n or 1, len(prompt.token_ids)
@@ -205,7 +239,7 @@ class RequestBuilder:
             max_tokens = self._fit_whole(start, num_prompt_tokens, max_tokens)
         logprobs, prompt_logprobs = (_optional(start.output, name) for name in ("logprobs", "prompt_logprobs"))
         check_cost(n, logprobs, prompt_logprobs, num_prompt_tokens, max_tokens)
-        return Request(
+        request = Request(
             request_id=origin.request_id,
             prompt_token_ids=prompt.token_ids,
             block_hashes=prompt.block_hashes,
@@ -222,24 +256,28 @@ class RequestBuilder:
             client_request_id=start.client_request_id,
             arrival=origin.arrival,
             hash_salt=salt,
-            max_drafts=self._drafts(start),
+            max_drafts=self._drafts(start, grammar),
+            measures_text=self._parsing.parses(start),
             grammar=self._after_reasoning(grammar, start, prompt.token_ids, max_tokens),
             grammar_end_ids=frozenset(self._tokenizer.eos_token_ids if grammar else ()),
         )
+        return PreparedRequest(request, self._parsing.parsers(start, prompt.token_ids, is_constrained=bool(grammar)))
 
     def _after_reasoning(self, grammar: str, start: pb.GenerationStart, prompt: list[int], max_tokens: int) -> str:
         """Returns a grammar for the whole output, in which the constraint's ``grammar`` applies after the reasoning."""
-        if not grammar or start.constraint.start == CONSTRAINT_START_FIRST_TOKEN:
+        reasoning, chat = self._reasoning, start.chat
+        if not grammar or reasoning is None or start.constraint.start == CONSTRAINT_START_FIRST_TOKEN:
             return grammar
-        reasoning, chat = self._tokenizer.reasoning, start.chat
+        if self._calls.includes_reasoning(start):
+            return grammar
         if not start.HasField("chat"):
             section = reasoning.after_text(self._tokenizer.decode(prompt, include_special_tokens=True))
         elif chat.continue_final_message:
-            section = reasoning.after_message(chat.messages[-1].content)
+            section = reasoning.after_message(content_text(chat.messages[-1]))
         else:
             end = self._tokenizer.decode(prompt[-_MAX_END_TOKENS:], include_special_tokens=True)
             section = reasoning.after_template(end)
-        shows_marks = start.output.include_special_tokens
+        shows_marks = start.output.include_special_tokens or self._parsing.parses_reasoning(start)
         return reasoning.grammar(grammar, section, max_tokens, shows_marks=shows_marks)
 
     def _prompt(self, start: pb.GenerationStart, salt: bytes) -> Prompt:
@@ -289,8 +327,8 @@ class RequestBuilder:
             return min(start.retain_ms / 1000, self._max_retain_s)
         return self._max_retain_s if start.continue_from else 0.0
 
-    def _drafts(self, start: pb.GenerationStart) -> int:
-        most = max(self._max_drafts, MAX_FORCED_DRAFTS) if start.HasField("constraint") else self._max_drafts
+    def _drafts(self, start: pb.GenerationStart, grammar: str) -> int:
+        most = max(self._max_drafts, MAX_FORCED_DRAFTS) if grammar else self._max_drafts
         return min(start.max_draft_tokens, most) if start.HasField("max_draft_tokens") else most
 
     def _max_tokens(self, start: pb.GenerationStart, num_prompt_tokens: int) -> int:
@@ -369,11 +407,21 @@ class RequestBuilder:
         if not output_form(start).text and not start.sampling.stop:
             return IdsOnly
         sampling, with_specials = start.sampling, start.output.include_special_tokens
-        return text_states(self._tokenizer, sampling.stop, with_specials, sampling.min_tokens)
+        shown_ids = self._parsing.shown_ids(start)
+        return text_states(self._tokenizer, sampling.stop, with_specials, sampling.min_tokens, shown_ids)
+
+
+def _reasoning(tokenizer: Tokenizer, parser: str) -> Reasoning | None:
+    """Returns where constraints begin, by the operator's choice of a reasoning parser; None: at the first token."""
+    if parser == AUTO:
+        return tokenizer.reasoning
+    return None if parser == NONE else tokenizer.reasoning.with_format(REASONING_FORMATS[parser])
 
 
 def _check_constraint(start: pb.GenerationStart) -> None:
     if start.constraint.WhichOneof("kind") is None:
+        if any(tool.function.strict for tool in start.chat.tools):
+            return  # only its beginning is set, for strict tools, which are ignored here
         raise invalid("constraint", "set json_schema, any_json, regex, lark, gbnf or choices, or omit constraint")
     for field in ("ignore_eos", "allowed_token_ids"):
         if getattr(start.sampling, field):

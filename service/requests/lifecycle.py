@@ -41,13 +41,21 @@ from penstock.service.errors import (
     to_status,
 )
 from penstock.service.requests.contexts import ContextStore, StoredContext
-from penstock.service.requests.generate import Origin, RequestBuilder, ResponseMode, output_form, requested_change
+from penstock.service.requests.generate import (
+    Origin,
+    PreparedRequest,
+    RequestBuilder,
+    ResponseMode,
+    output_form,
+    requested_change,
+)
 from penstock.service.requests.idempotency import IdempotencyKeys
 from penstock.service.requests.injection import Injections, Refuse
 from penstock.service.requests.open_prompt import OpenPrompt, OpenPromptConfig
 from penstock.service.requests.preparation import preparation_limit, unqueued_end
 from penstock.service.streaming.messages import accepted_message, finished_message, injected_message
 from penstock.service.streaming.outbox import RequestReceiver
+from penstock.service.streaming.parsed_output import ParsingReceiver
 from penstock.service.telemetry.metrics import End
 from penstock.service.telemetry.request_end import report_end
 from penstock.service.telemetry.tracing import NO_SPAN, Telemetry
@@ -246,8 +254,11 @@ class RequestLifecycle:
         after: "asyncio.Task[None] | None",
     ) -> None:
         try:
-            request = await self._prepared(start, context, origin)
+            request, parsers = await self._prepared(start, context, origin)
             del start, context
+            if parsers:
+                self._receiver = ParsingReceiver(self._receiver, parsers)
+            self._form = self._form._replace(parsed=bool(parsers))
             if after is not None and not after.done():
                 await asyncio.wait({after}, timeout=ORDER_WAIT_S)
             request.deadline = self._deadline
@@ -258,7 +269,9 @@ class RequestLifecycle:
             # ``cancel`` has already ended the request; any other cancellation must not leave it without an end.
             self._refuse(error)
 
-    async def _prepared(self, start: pb.GenerationStart, context: StoredContext | None, origin: Origin) -> Request:
+    async def _prepared(
+        self, start: pb.GenerationStart, context: StoredContext | None, origin: Origin
+    ) -> PreparedRequest:
         request_builder = self._request_context.request_builder
         try:
             async with preparation_limit(self._deadline, "the prompt was tokenized") as self._limit:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Union, cast
 
 import penstock.v1 as pb
-from penstock.service.config.limits import MAX_CHAT_MESSAGES, MAX_TOOL_CALLS, chat_bytes
+from penstock.service.config.limits import MAX_CHAT_MESSAGES, MAX_INNER_PARTS, chat_bytes
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.requests.warm_up import PrefixWarmer
@@ -31,9 +31,6 @@ _ID_BYTES = 4
 _REST = 10
 """A warm-up is followed by a rest that is this many times as long as the tokenizer worked for it, because each one
 tokenizes the whole prompt."""
-
-_OF_CHAT = ("tools", "template_variables", "add_generation_prompt", "continue_final_message")
-"""The fields of a ``chat`` that only the ``start`` may set."""
 
 Piece = Union[str, "array[int]", pb.Chat]
 
@@ -80,10 +77,11 @@ class _Size(NamedTuple):
     """The number of ids, or of bytes of UTF-8."""
     num_messages: int = 0
     num_calls: int = 0
+    num_parts: int = 0
 
     def changed(self, added: "_Size", removed: Iterable["_Size"]) -> "_Size":
         """Returns the size of pieces without some of them, and with another."""
-        gone = [sum(sizes) for sizes in zip(*removed, strict=True)] or (0, 0, 0, 0)
+        gone = [sum(sizes) for sizes in zip(*removed, strict=True)] or [0] * len(self)
         return _Size(*(size + more - less for size, more, less in zip(self, added, gone, strict=True)))
 
 
@@ -131,9 +129,9 @@ class OpenPrompt:
         if self._kind not in (None, kind):
             raise invalid(kind, f"the pieces of this prompt are {self._kind}; append {self._kind}")
         if kind == "chat":
-            for name in _OF_CHAT:
-                if getattr(append.chat, name):
-                    raise invalid(f"chat.{name}", "only in the chat of the start")
+            for field, _ in append.chat.ListFields():
+                if field.name != "messages":
+                    raise invalid(f"chat.{field.name}", "only in the chat of the start")
         num_kept = append.replace_from if append.HasField("replace_from") else len(self._pieces)
         if num_kept > len(self._pieces):
             raise invalid("replace_from", f"at most {len(self._pieces)}, the number of pieces; it is {num_kept}")
@@ -184,7 +182,11 @@ class OpenPrompt:
     def _check_total(self, total: _Size, kind: str) -> None:
         is_ids = kind == "token_ids"
         limits = [("ids", total.length, self._config.max_ids)] if is_ids else [("bytes", total.length, MAX_TEXT_BYTES)]
-        limits += [("messages", total.num_messages, MAX_CHAT_MESSAGES), ("tool_calls", total.num_calls, MAX_TOOL_CALLS)]
+        limits += [
+            ("messages", total.num_messages, MAX_CHAT_MESSAGES),
+            ("tool_calls", total.num_calls, MAX_INNER_PARTS),
+            ("content_parts", total.num_parts, MAX_INNER_PARTS),
+        ]
         for what, number, most in limits:
             if number > most:
                 problem = f"the prompt has at most {most:,} {what} in all its pieces; it would have {number:,}"
@@ -234,8 +236,13 @@ def _size(piece: Piece) -> _Size:
         return _Size(_PIECE_BYTES + utf8_bytes(piece), utf8_bytes(piece))
     if isinstance(piece, array):
         return _Size(_PIECE_BYTES + _ID_BYTES * len(piece), len(piece))
-    num_calls = sum(len(message.tool_calls) for message in piece.messages)
-    return _Size(_PIECE_BYTES + piece.ByteSize(), chat_bytes(piece.messages), len(piece.messages), num_calls)
+    return _Size(
+        _PIECE_BYTES + piece.ByteSize(),
+        chat_bytes(piece.messages),
+        len(piece.messages),
+        sum(len(message.tool_calls) for message in piece.messages),
+        sum(len(message.content_parts) for message in piece.messages),
+    )
 
 
 def _nothing() -> None:

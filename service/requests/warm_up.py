@@ -40,13 +40,14 @@ class PrefixWarmer:
             only.chat.CopyFrom(start.chat)
             only.chat.add_generation_prompt = False
             only.chat.continue_final_message = False
+            _allow_any_output(only.chat)
         self._request_builder.check(only)
         context = None
         if start.continue_from and (context := self._contexts.find(start.continue_from, tenant)) is None:
             raise ServiceError(Reason.CONTEXT_NOT_FOUND, field="continue_from")
         origin = Origin(request_id, tenant, time.monotonic(), deadline)
-        request = await self._request_builder.prepare(only, origin, lambda _: None, context=context)
-        return replace(request, make_text=IdsOnly, priority=_LAST_PRIORITY, max_drafts=0, is_warm_up=True)
+        prepared = await self._request_builder.prepare(only, origin, lambda _: None, context=context)
+        return replace(prepared.request, make_text=IdsOnly, priority=_LAST_PRIORITY, max_drafts=0, is_warm_up=True)
 
     async def run(self, request: Request, retain_s: float) -> RequestFinished:
         """Runs a request of ``prepare`` to its end, and retains its KV. Raises ServiceError if it is refused."""
@@ -64,3 +65,11 @@ class PrefixWarmer:
         finally:
             if not ended.done() or ended.cancelled():
                 self._engine.abort(request.request_id, EngineFinishReason.CANCELLED)
+
+
+def _allow_any_output(chat: pb.Chat) -> None:
+    """Drops what only constrains the output."""
+    if chat.tool_choice.mode != pb.TOOL_CHOICE_MODE_NONE:
+        chat.ClearField("tool_choice")
+    for tool in chat.tools:
+        tool.function.ClearField("strict")

@@ -6,9 +6,9 @@ import grpc
 
 import penstock.v1 as pb
 from penstock.models.checkpoint.classification_head import ClassificationHead
-from penstock.service.requests.classify import ClassifyRequestBuilder
-from penstock.service.requests.pooled import PooledInputs
-from penstock.service.requests.score import ScoreRequestBuilder
+from penstock.service.requests.pooled.classify import ClassifyRequestBuilder
+from penstock.service.requests.pooled.inputs import PooledInputs
+from penstock.service.requests.pooled.score import ScoreRequestBuilder
 from penstock.service.rpc.pooled_calls import PooledCalls
 from penstock.v1 import classification_pb2_grpc as pb_grpc
 

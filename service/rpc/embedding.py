@@ -5,7 +5,7 @@ from typing import Any
 import grpc
 
 import penstock.v1 as pb
-from penstock.service.requests.embed import EmbedRequestBuilder
+from penstock.service.requests.pooled.embed import EmbedRequestBuilder
 from penstock.service.rpc.pooled_calls import PooledCalls
 from penstock.v1 import embedding_pb2_grpc as pb_grpc
 

@@ -33,6 +33,7 @@ from penstock.service.streaming.messages import (
     stream_message,
 )
 from penstock.service.streaming.outbox import HEARTBEAT_S, Outbox
+from penstock.service.streaming.parsed_delta import ParsedSequenceDelta
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.transport.request_id import new_request_id
 from penstock.v1 import generation_pb2_grpc as pb_grpc
@@ -214,6 +215,8 @@ class _WholeAnswer:
         """Filled as output arrives: filling all of it at the end would block the event loop."""
         self._texts: list[StringIO] = []
         """The text of each choice. A string in a message would be copied with each delta."""
+        self._parsed: dict[int, _ParsedTexts] = {}
+        """The same for reasoning and calls, if there are any."""
 
     def accepted(self, accepted: pb.Accepted) -> None:
         """Does nothing: the end contains all of it."""
@@ -232,7 +235,12 @@ class _WholeAnswer:
             self._texts.append(StringIO())
         if form.text:
             self._texts[delta.choice].write(delta.text)
-        fill_delta(self._response.choices[delta.choice], form._replace(text=False), [delta])
+        if isinstance(delta, ParsedSequenceDelta):
+            self._parsed.setdefault(delta.choice, _ParsedTexts()).add_delta(delta)
+        choice = self._response.choices[delta.choice]
+        fill_delta(choice, form._replace(text=False), [delta])
+        if form.text and delta.logprobs is not None and delta.text_lengths is not None:
+            choice.logprobs.text_lengths.extend(delta.text_lengths)
 
     def injected(self, injected: pb.Injected) -> None:
         """Never called: nothing can be appended to the request of a single call."""
@@ -242,12 +250,36 @@ class _WholeAnswer:
         self._response.finished.CopyFrom(finished)
         for choice, text in zip(self._response.choices, self._texts, strict=True):
             choice.text = text.getvalue()
+        for index, parsed in self._parsed.items():
+            parsed.fill_choice(self._response.choices[index])
         if not self.whole.done():
             self.whole.set_result(self._response)
 
     def fail(self, error: Exception) -> None:
         if not self.whole.done():
             self.whole.set_exception(error)
+
+
+class _ParsedTexts:
+    """The reasoning and the calls of one choice."""
+
+    def __init__(self) -> None:
+        self._reasoning = StringIO()
+        self._calls: list[tuple[pb.ToolCall, StringIO]] = []
+        """Each call, and its arguments so far."""
+
+    def add_delta(self, delta: ParsedSequenceDelta) -> None:
+        self._reasoning.write(delta.reasoning)
+        for call in delta.calls:
+            if call.index == len(self._calls):
+                self._calls.append((pb.ToolCall(id=call.id, name=call.name), StringIO()))
+            self._calls[call.index][1].write(call.arguments)
+
+    def fill_choice(self, choice: pb.Choice) -> None:
+        choice.reasoning = self._reasoning.getvalue()
+        for call, arguments in self._calls:
+            call.arguments_json = arguments.getvalue()
+            choice.tool_calls.append(call)
 
 
 def _required(request: pb.GenerateOneRequest | pb.CompleteRequest | pb.PrefetchRequest) -> pb.GenerationStart:

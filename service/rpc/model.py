@@ -13,6 +13,7 @@ from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import invalid
+from penstock.service.requests.answer_formats import AnswerFormats
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import model_pb2_grpc as pb_grpc
 
@@ -37,9 +38,10 @@ class ModelService(pb_grpc.ModelServiceServicer):
         *,
         labels: Sequence[str] = (),
         generates: bool = True,
+        formats: AnswerFormats | None = None,
     ) -> None:
         """``config`` returns the engine's configuration. ``defaults`` are the model's, and ``labels`` those of its
-        classification head. ``generates``: whether it has an output head."""
+        classification head. ``generates``: whether it has an output head. ``formats`` are those of its outputs."""
         self._generates = generates
         self._facts = facts
         self._validator = validator
@@ -61,6 +63,8 @@ class ModelService(pb_grpc.ModelServiceServicer):
             speculation="" if speculation is None else speculation.method.value,
             sampling_defaults=None if defaults is None else defaults.sampling,
             labels=labels,
+            tool_call_parser=(formats.with_tools.tool or "") if formats is not None else "",
+            reasoning_parser=(formats.plain.reasoning or "") if formats is not None else "",
         )
 
     async def GetModel(

@@ -13,7 +13,7 @@ from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.config.text_size import utf8_bytes
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.requests.chat import check_chat, parse_chat
+from penstock.service.requests.chat import check_chat, parse_chat, shows_tools
 from penstock.service.text.detokenizer import text_offsets
 from penstock.service.text.tokenizer import TokenizerPool
 from penstock.service.text.truncation import Truncation
@@ -117,7 +117,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
     async def RenderChat(self, request: pb.RenderChatRequest, context: Context) -> pb.RenderChatResponse:
         self._count_call()
         self._validator.check(request)
-        check_chat(request.chat, self._tokenizer.chat_template(bool(request.chat.tools)))
+        check_chat(request.chat, self._tokenizer.chat_template(shows_tools(request.chat)))
 
         def work() -> pb.RenderChatResponse:
             chat = parse_chat(request.chat)

@@ -18,6 +18,8 @@ from penstock.scheduler.request import (
     TokensInjected,
 )
 from penstock.service.config.limits import UINT32_MAX
+from penstock.service.parsers.base import merge_calls
+from penstock.service.streaming.parsed_delta import ParsedSequenceDelta
 from penstock.service.streaming.pending_message import OutputForm, PendingMessage
 
 _REASONS: Mapping[EngineFinishReason, "pb.FinishReason.ValueType"] = {
@@ -159,6 +161,27 @@ def fill_delta(out: pb.Delta | pb.Choice, form: OutputForm, deltas: Sequence[Seq
                 out.end.stop = end.stop
             elif end.stop_token_id is not None:
                 out.end.stop_token_id = end.stop_token_id
+    if form.parsed:
+        _fill_parsed(out, form, deltas)
+
+
+def _fill_parsed(out: pb.Delta | pb.Choice, form: OutputForm, deltas: Sequence[SequenceDelta]) -> None:
+    """Fills in reasoning and calls, the latter only in a ``Delta``."""
+    parsed = [delta for delta in deltas if isinstance(delta, ParsedSequenceDelta)]
+    if form.text:
+        out.reasoning = "".join([delta.reasoning for delta in parsed])
+    if isinstance(out, pb.Delta):
+        for call in merge_calls(call for delta in parsed for call in delta.calls):
+            out.tool_calls.add(
+                index=call.index,
+                id=call.id,
+                name=call.name,
+                arguments_json=call.arguments,
+                text_offset=call.at if call.id else 0,
+                is_incomplete=call.breaks_off,
+            )
+    if any(delta.ends_with_calls for delta in parsed):
+        out.end.reason = pb.FINISH_REASON_TOOL_CALLS
 
 
 def _fill(message: pb.GenerateResponse | pb.GenerateOneResponse, batch: PendingMessage) -> None:

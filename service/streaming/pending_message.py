@@ -6,6 +6,12 @@ import penstock.v1 as pb
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import PromptLogprobsChunk, SequenceDelta
 from penstock.service.config.text_size import utf8_bytes
+from penstock.service.streaming.parsed_delta import (
+    ParsedSequenceDelta,
+    call_parts,
+    parsed_bytes,
+    reasoning_parts,
+)
 
 MAX_MESSAGE_BYTES = 64 << 10
 PART_BYTES = 48
@@ -26,6 +32,8 @@ class OutputForm(NamedTuple):
 
     text: bool
     token_ids: bool
+    parsed: bool = False
+    """Whether deltas may have reasoning and calls."""
 
 
 class PendingMessage:
@@ -66,6 +74,8 @@ def delta_bytes(delta: SequenceDelta, form: OutputForm) -> int:
         num_bytes += logprobs_bytes(delta.logprobs) + _LENGTH_BYTES * len(delta.text_lengths or ())
     if delta.end is not None:
         num_bytes += PART_BYTES + utf8_bytes(delta.end.stop or "")
+    if form.parsed:
+        num_bytes += parsed_bytes(delta)
     return num_bytes and num_bytes + PART_BYTES
 
 
@@ -89,13 +99,17 @@ def split(part: PromptLogprobsChunk) -> list[PromptLogprobsChunk]:
 
 def split_delta(delta: SequenceDelta, form: OutputForm) -> list[SequenceDelta]:
     """Splits ``delta`` into parts of at most ``MAX_PART_BYTES``: first its tokens, in order, with the text in the last
-    of these parts. The rest of a long text follows in separate parts. The last part has the end."""
+    of these parts. The rest of a long text follows in separate parts. Reasoning comes before all of these, and calls
+    after them. The last part has the end."""
     most_bytes = MAX_PART_BYTES // 3
     token_bytes = _ID_BYTES if form.token_ids else 0
     if delta.logprobs is not None:
         token_bytes += _LENGTH_BYTES + _FLOAT_BYTES + delta.logprobs.num_top * (_ID_BYTES + _FLOAT_BYTES)
     most = most_bytes // token_bytes if token_bytes else max(len(delta.token_ids), 1)
-    parts = [
+    num_chars = most_bytes // _CHAR_BYTES
+    parsed = delta if isinstance(delta, ParsedSequenceDelta) else None
+    parts: list[SequenceDelta] = [] if parsed is None else [*reasoning_parts(parsed, num_chars)]
+    parts += [
         SequenceDelta(
             delta.choice,
             delta.token_ids[first : first + most],
@@ -106,11 +120,14 @@ def split_delta(delta: SequenceDelta, form: OutputForm) -> list[SequenceDelta]:
         for first in range(0, max(len(delta.token_ids), 1), most)
     ]
     if form.text:
-        num_chars = most_bytes // _CHAR_BYTES
         parts[-1].text = delta.text[:num_chars]
         parts += [
             SequenceDelta(delta.choice, [], delta.text[first : first + num_chars])
             for first in range(num_chars, len(delta.text), num_chars)
         ]
+    if parsed is not None:
+        parts += call_parts(parsed, num_chars)
+        if parsed.end is not None:
+            parts.append(ParsedSequenceDelta(delta.choice, [], "", ends_with_calls=parsed.ends_with_calls))
     parts[-1].end = delta.end
     return parts

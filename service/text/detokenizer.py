@@ -25,13 +25,21 @@ Lengths = tuple[int, ...]
 
 
 def text_states(
-    tokenizer: Tokenizer, stops: Sequence[str] = (), include_special_tokens: bool = False, min_tokens: int = 0
+    tokenizer: Tokenizer,
+    stops: Sequence[str] = (),
+    include_special_tokens: bool = False,
+    min_tokens: int = 0,
+    shown_ids: frozenset[int] = frozenset(),
 ) -> Callable[[], TextState]:
     """Returns a factory for the text states of one request's sequences, which share their tables. ``stops`` contains no
-    empty string. Stop strings that end in the first ``min_tokens`` tokens are ignored."""
+    empty string. Stop strings that end in the first ``min_tokens`` tokens are ignored. ``shown_ids`` are special tokens
+    that the text includes in any case."""
     shared = StopStrings(stops)
-    named = {} if include_special_tokens or not stops else tokenizer.special_tokens_in("\0".join(stops))
-    return lambda: IncrementalDetokenizer(tokenizer, shared, include_special_tokens, min_tokens, named)
+    if include_special_tokens:
+        shown_ids = tokenizer.special_ids
+    named = tokenizer.special_tokens_in("\0".join(stops)) if stops else {}
+    hidden = {token_id: text for token_id, text in named.items() if token_id not in shown_ids}
+    return lambda: IncrementalDetokenizer(tokenizer, shared, shown_ids, min_tokens, hidden)
 
 
 class IdsOnly:
@@ -55,14 +63,16 @@ class IncrementalDetokenizer:
         self,
         tokenizer: Tokenizer,
         stops: StopStrings,
-        include_special_tokens: bool,
+        shown_ids: frozenset[int],
         min_tokens: int,
         named: Mapping[int, str],
     ) -> None:
-        """``named``: special tokens in stop strings. They are matched even though the text does not include them."""
+        """``shown_ids``: the special tokens that the text includes. ``named``: others, in stop strings. They are
+        matched even though the text does not include them."""
         self._pieces = pieces = tokenizer.pieces
-        self._texts = pieces.all if include_special_tokens else pieces.ordinary
-        self._passed_over = pieces.unknown if include_special_tokens else pieces.skipped
+        shows_all = shown_ids is tokenizer.special_ids
+        self._texts = pieces.all if shows_all else pieces.showing(shown_ids)
+        self._passed_over = pieces.unknown if shows_all else pieces.skipped - shown_ids
         self._starts = stops.starts
         self._watch = StopWatch(stops)
         self._named = named

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum, auto
 
-from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
+from penstock.service.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 
 REASONING_MARKS = tuple(mark for form in REASONING_FORMATS.values() for mark in form.marks)
 MAX_RESERVED_TOKENS = 1024
@@ -34,17 +34,24 @@ class Reasoning:
         token_ids: Mapping[str, int],
         special_tokens: Collection[str],
         eos_token_ids: Sequence[int],
+        form: ReasoningFormat | None = None,
     ) -> None:
-        """``token_ids``: the ids of the marks that are single tokens of the model."""
+        """``token_ids``: the ids of the marks that are single tokens of the model. ``form``: the format of the
+        reasoning; by default that of the templates."""
         formats = tuple(REASONING_FORMATS.values())
-        shown = next((form for form in formats if any(form.opens in template for template in templates)), None)
+        shown = form or next((form for form in formats if any(form.opens in template for template in templates)), None)
         self._unopened = Section.NONE if shown is None else Section.POSSIBLE
         form = shown or next((form for form in formats if form.closes in token_ids and not form.text_opens), formats[0])
         self._form = form
         self._opens, self._closes = form.opens, form.closes
         self._ids = token_ids
+        self._special_tokens = special_tokens
         self._turns = [token for token in special_tokens if token not in (form.opens, form.closes)]
         self._eos_token_ids = eos_token_ids
+
+    def with_format(self, form: ReasoningFormat) -> "Reasoning":
+        """Returns the same for a model that is known to write its reasoning in this format."""
+        return Reasoning((), self._ids, self._special_tokens, self._eos_token_ids, form)
 
     def after_template(self, end: str) -> Section:
         """Returns the section that follows a rendered template; ``end`` is its last part."""

@@ -50,6 +50,18 @@ class TokenTextTable:
         """The same as ``all``, but with empty texts for ``skipped``."""
         for token_id in self.skipped:
             self.ordinary[token_id] = ""
+        self._showing: dict[frozenset[int], list[str | None]] = {}
+
+    def showing(self, special_ids: frozenset[int]) -> Sequence[str | None]:
+        """Returns ``ordinary`` with the texts of these special tokens. Keeps each table: there are few such sets."""
+        if not special_ids:
+            return self.ordinary
+        if special_ids not in self._showing:
+            texts = self.ordinary.copy()
+            for token_id in special_ids:
+                texts[token_id] = self.all[token_id]
+            self._showing[special_ids] = texts
+        return self._showing[special_ids]
 
     def opening(self, token_id: int) -> str:
         """Returns the text of a token that is the first of a text, if ``opens_differently``."""

@@ -168,9 +168,10 @@ def _scripted(tokenizer: Tokenizer, scheduler: SchedulerConfig | None = None, **
     config = scheduler or SchedulerConfig()
 
     async def serve() -> None:
-        http = HttpProcess(Address("127.0.0.1"), ["--tool-call-parser=hermes", "--reasoning-parser=think"])
+        http = HttpProcess(Address("127.0.0.1"), [])
         engine = Engine(FakeExecutor(vocab_size=258, next_token=say, seconds_per_step=0.002), config)
-        given = ServerConfig(SCRIPTED_NAME, "127.0.0.1:0", scheduler=config, **settings)
+        parsers = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
+        given = ServerConfig(SCRIPTED_NAME, "127.0.0.1:0", scheduler=config, **parsers, **settings)
         server = Server(given, engine, lambda: tokenizer, http)
         loop, done = asyncio.get_running_loop(), asyncio.Event()
         stop.append(lambda: loop.call_soon_threadsafe(done.set))
@@ -217,6 +218,8 @@ class Gateway:
     engine: Engine
     executor: FakeExecutor
     service: Server
+    target: str
+    """The service's address for gRPC."""
     http: httpx.AsyncClient
 
     @property
@@ -298,7 +301,7 @@ async def start_gateway(byte_tokenizer: Tokenizer) -> AsyncIterator[StartGateway
             target = await server.start()
             stack.push_async_callback(server.stop)
             app, client = await stack.enter_async_context(http_in_front_of(target, **settings))
-            return Gateway(app, engine, executor, server, client)
+            return Gateway(app, engine, executor, server, target, client)
 
         yield start
 

@@ -66,6 +66,12 @@ def write_byte_tokenizer(directory: Path, template: str | None = TEMPLATE) -> Pa
 
 
 @pytest.fixture(scope="session")
+def write_tokenizer() -> Callable[..., Path]:
+    """Writes a byte tokenizer with a chat template of the test's own."""
+    return write_byte_tokenizer
+
+
+@pytest.fixture(scope="session")
 def byte_tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the byte tokenizer."""
     return write_byte_tokenizer(tmp_path_factory.mktemp("bytes"))

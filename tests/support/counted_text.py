@@ -5,7 +5,8 @@ import sys
 from contextlib import contextmanager
 from types import ModuleType
 
-from penstock.clients.gateway.parsers import (
+from penstock.clients.gateway.requests import custom_tools
+from penstock.service.parsers import (
     gemma_calls,
     harmony,
     incremental_text as source,
@@ -15,7 +16,6 @@ from penstock.clients.gateway.parsers import (
     tool_formats as tool_calls,
     typed_values,
 )
-from penstock.clients.gateway.requests import custom_tools
 
 _READERS: tuple[ModuleType, ...] = (
     custom_tools, gemma_calls, harmony, marked_calls, pythonic, source, tagged_calls, tool_calls, typed_values

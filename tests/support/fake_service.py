@@ -2,7 +2,8 @@
 
 Prompts, as text: ``endless`` goes on until it is cancelled; ``hang`` is accepted and no more; ``silent`` is not even
 accepted; ``fail CODE`` fails; ``busy N`` is refused with a retry hint N times, then echoed; ``break`` ends the stream
-that carries it; ``burst N`` sends N deltas at once. Every other prompt is echoed, a character a token.
+that carries it; ``burst N`` sends N deltas at once. Every other prompt is echoed, a character a token; ``think`` at
+its beginning is reasoning.
 """
 
 import asyncio
@@ -152,7 +153,12 @@ class FakeService(
         if word == "busy" and self.refusals[prompt] < int(argument):
             self.refusals[prompt] += 1
             retry = RetryInfo(retry_delay=Duration(nanos=1_000_000))
-            finish(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], "the queue is full", 5, _details(retry))
+            finish(
+                grpc.StatusCode.RESOURCE_EXHAUSTED.value[0],
+                "the queue is full",
+                pb.FINISH_REASON_ERROR,
+                _details(retry),
+            )
             return
         if word == "break":
             outgoing.put_nowait(ConnectionError("the worker is gone"))
@@ -175,6 +181,8 @@ class FakeService(
                     )
                     if start.output.HasField("logprobs"):
                         delta.logprobs.chosen.append(-0.5)
+                        delta.logprobs.text_lengths.append(1)
+                    _move_reasoning(delta, prompt, sent, start)
                     send(deltas=delta)
             finish(reason=pb.FINISH_REASON_LENGTH if limit < len(text) else pb.FINISH_REASON_STOP)
         except asyncio.CancelledError:
@@ -277,6 +285,11 @@ class FakeService(
         finally:
             stop[0]()
             thread.join()
+
+
+def _move_reasoning(delta: pb.Delta, prompt: str, sent: int, start: pb.GenerationStart) -> None:
+    if prompt.startswith("think") and sent <= len("think") and start.output.parse_reasoning:
+        delta.text, delta.reasoning = "", delta.text
 
 
 def _prompt(start: pb.GenerationStart) -> str:

@@ -4,9 +4,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 import penstock.v1 as pb
+from penstock.clients.constraints import STARTS
 from penstock.clients.gateway.errors import invalid, renaming
 from penstock.clients.gateway.field_names import CHAT_NAMES, Names
-from penstock.clients.gateway.requests.constraints import constraint_names, fill_constraint
+from penstock.clients.gateway.requests.constraints import (
+    constraint_field,
+    constraint_names,
+    fill_constraint,
+    is_constrained,
+)
 from penstock.clients.gateway.requests.sampling import (
     check_model,
     check_stream_fields,
@@ -15,11 +21,16 @@ from penstock.clients.gateway.requests.sampling import (
     new_start,
     sampling_names,
 )
-from penstock.clients.gateway.schemas.chat import ChatRequest, ChatRequestMessage, ChatTextPart
+from penstock.clients.gateway.requests.tool_choice import fill_tool_choice, forces_call
+from penstock.clients.gateway.schemas.chat import (
+    ChatRequest,
+    ChatRequestMessage,
+    ChatTextPart,
+    FunctionDefinition,
+)
 from penstock.clients.gateway.schemas.common import TEXT_PARTS
-from penstock.clients.gateway.settings import NONE
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
-from penstock.v1 import CONSTRAINT_START_FIRST_TOKEN, RenderChatRequest
+from penstock.v1 import RenderChatRequest
 
 
 def check_chat(body: ChatRequest, caller: UpstreamCaller) -> None:
@@ -46,10 +57,23 @@ def build_chat_start(body: ChatRequest, headers: Mapping[str, str], caller: Upst
     fill_sampling(start.sampling, body, max_tokens)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     fill_output(start.output, body, logprobs, body.prompt_logprobs)
-    fill_constraint(start, body)
-    if start.HasField("constraint") and caller.settings.reasoning_parser == NONE:
-        start.constraint.start = CONSTRAINT_START_FIRST_TOKEN
+    start.output.parse_reasoning = True
+    start.output.parse_tool_calls = uses_tools(body)
+    if forces_call(body):
+        _check_forced(body)
+    else:
+        fill_constraint(start, body)
+    if is_constrained(body) and body.constrained_decoding_start is not None:
+        start.constraint.start = STARTS[body.constrained_decoding_start]
     return start
+
+
+def _check_forced(body: ChatRequest) -> None:
+    """Raises GatewayError for a constraint beside a forced call. ``response_format`` applies only to text, which such
+    an answer does not have."""
+    field = constraint_field(body)
+    if field not in (None, "response_format"):
+        raise invalid("tool_choice", f"cannot force a call together with {field}: send one of them")
 
 
 def build_chat(body: ChatRequest) -> pb.Chat:
@@ -59,10 +83,12 @@ def build_chat(body: ChatRequest) -> pb.Chat:
         _add_message(chat, message, f"messages[{at}]")
     if uses_tools(body):
         for tool in body.tools or ():
-            shown = tool.model_dump(exclude_unset=True, exclude={"function": {"strict"}})
-            chat.tools.append(json.dumps(shown, ensure_ascii=False))
+            _add_tool(chat, tool.function)
+    fill_tool_choice(chat.tool_choice, body.tool_choice)
+    if body.parallel_tool_calls is not None:
+        chat.parallel_tool_calls = body.parallel_tool_calls
     if variables := template_variables(body):
-        chat.template_variables = variables
+        chat.template_variables_json = variables
     if body.continue_final_message:
         chat.continue_final_message = True
     elif body.add_generation_prompt is not None:
@@ -96,10 +122,10 @@ def max_tokens_name(body: ChatRequest) -> str:
     return "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
 
 
-def chat_names(body: ChatRequest, tool_places: Sequence[str]) -> Names:
-    """The caller's names for the contract's fields. ``tool_places`` has the paths of the functions."""
+def chat_names(body: ChatRequest) -> Names:
+    """The caller's names for the contract's fields."""
     return (
-        *constraint_names(body, tool_places),
+        *constraint_names(body),
         (r"sampling\.max_tokens", max_tokens_name(body)),
         *sampling_names(body),
         *CHAT_NAMES,
@@ -114,13 +140,25 @@ def _add_message(chat: pb.Chat, message: ChatRequestMessage, where: str) -> None
     chat.messages.add(
         role=message.role,
         content=None if content is None else content_text(content, where, may_refuse=message.role == "assistant"),
-        reasoning_content=message.reasoning if message.reasoning_content is None else message.reasoning_content,
+        reasoning=message.reasoning if message.reasoning_content is None else message.reasoning_content,
         name=message.name,
         tool_call_id=message.tool_call_id,
         tool_calls=[
-            pb.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+            pb.ToolCall(id=call.id, name=call.function.name, arguments_json=call.function.arguments)
             for call in message.tool_calls or ()
         ],
+    )
+
+
+def _add_tool(chat: pb.Chat, function: FunctionDefinition) -> None:
+    parameters = function.parameters
+    chat.tools.add().function.MergeFrom(
+        pb.FunctionTool(
+            name=function.name,
+            description=function.description,
+            parameters_json=None if parameters is None else json.dumps(parameters, ensure_ascii=False),
+            strict=function.strict,
+        )
     )
 
 

@@ -2,14 +2,14 @@
 is supported."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import penstock.v1 as pb
 from penstock.clients.constraints import STARTS, is_gbnf
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.field_names import Names
-from penstock.clients.gateway.requests.tool_choice import forces_call, named_function
+from penstock.clients.gateway.requests.tool_choice import forces_call
 from penstock.clients.gateway.schemas.chat import ChatRequest, ResponseFormat
 from penstock.clients.gateway.schemas.common import GenerationBody, StructuredOutputs
 from penstock.v1 import AnyJson, Constraint, StringChoices
@@ -101,30 +101,15 @@ def is_constrained(body: ChatRequest) -> bool:
     return is_strict or forces_call(body) or constraint_field(body) is not None
 
 
-def constraint_names(body: GenerationBody, tool_places: Sequence[str] = ()) -> Names:
-    """The caller's names for the contract's constraint. ``tool_places`` has the paths of a chat's functions."""
+def constraint_names(body: GenerationBody) -> Names:
+    """The caller's names for the contract's constraint."""
     field = constraint_field(body)
     if field == "structured_outputs":
         return _STRUCTURED_NAMES
-    if not isinstance(body, ChatRequest):
-        return ((_CONSTRAINT, field or "tools"),)
-    if field is None or forces_call(body):
-        return ((_CONSTRAINT, _tools_name(body, tool_places)),)
-    if body.response_format is not None and field == "response_format":
+    if isinstance(body, ChatRequest) and body.response_format is not None and field == "response_format":
         schema = "schema" if body.response_format.type == "json_object" else "json_schema.schema"
         return ((r"constraint\.json_schema", f"response_format.{schema}"), (_CONSTRAINT, "response_format"))
-    return ((_CONSTRAINT, field),)
-
-
-def _tools_name(body: ChatRequest, places: Sequence[str]) -> str:
-    """The name of the schema that constrains calls. If there are several, the invalid one is not known."""
-    name, is_forced = named_function(body.tool_choice), forces_call(body)
-    held = [
-        place
-        for place, tool in zip(places, body.tools or (), strict=True)
-        if (name in (None, tool.function.name) if is_forced else tool.function.strict)
-    ]
-    return f"{held[0]}.parameters" if len(held) == 1 else "tools"
+    return ((_CONSTRAINT, field or "constrained_decoding_start"),)
 
 
 _CONSTRAINT = r"constraint(\.choices\.values|\.\w+)?"

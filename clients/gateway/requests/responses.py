@@ -111,10 +111,10 @@ class ResponseNames:
                 name = {"content": place.text, "tool_call_id": f"{place.item}.call_id"}.get(found[3] or "")
                 return (name or place.item + (f".{found[3]}" if found[3] else "")) + rest
             item, arguments = place.calls[int(found[2])]
-            names = {"id": f"{item}.call_id", "name": f"{item}.name", "arguments": arguments}
+            names = {"id": f"{item}.call_id", "name": f"{item}.name", "arguments_json": arguments}
             return names.get(found[3] or "", item) + rest
         if (found := _TOOL.match(field)) is not None:
-            return self._tool_places[int(found[1])] + field[found.end() :]
+            return self._tool_places[int(found[1])] + (".parameters" if found[2] else "") + field[found.end() :]
         return caller_name(field, self._others)
 
 
@@ -128,12 +128,13 @@ class ChatOfResponse:
 
 
 _MESSAGE = re.compile(r"(?:start\.)?chat\.messages\[(\d+)\](?:\.tool_calls\[(\d+)\])?(?:\.(\w+))?")
-_TOOL = re.compile(r"(?:start\.)?chat\.tools\[(\d+)\]")
+_TOOL = re.compile(r"(?:start\.)?chat\.tools\[(\d+)\](?:\.function)?(\.parameters_json)?")
 _NAMES: Names = (
     (r"sampling\.max_tokens", "max_output_tokens"),
     (r"chat\.messages", "input"),
     (r"chat\.tools", "tools"),
-    (r"chat\.template_variables", "chat_template_kwargs"),
+    (r"chat\.tool_choice", "tool_choice"),
+    (r"chat\.template_variables_json", "chat_template_kwargs"),
     (r"chat", "input"),
 )
 
@@ -160,7 +161,7 @@ def as_chat(body: ResponsesRequest) -> ChatOfResponse:
     )
     chosen = with_allowed_tools(chat)
     tool_places = [tools.places[at] for at in chosen.indices]
-    of_format = [(pattern, format_name(name)) for pattern, name in constraint_names(chosen.chat, tool_places)]
+    of_format = [(pattern, format_name(name)) for pattern, name in constraint_names(chosen.chat)]
     others = (*of_format, *_NAMES, *sampling_names(chosen.chat), *CHAT_NAMES)
     return ChatOfResponse(chosen.chat, tools, ResponseNames(conversation.places, tool_places, others))
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import penstock.v1 as pb
+from penstock.clients.chat_messages import TOOL_CHOICE_MODES
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.field_names import Names
 from penstock.clients.gateway.schemas.chat import ChatRequest
@@ -24,6 +26,23 @@ def named_function(choice: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def fill_tool_choice(choice: pb.ToolChoice, given: Any) -> None:
+    """Fills the contract's choice; None leaves it unset. Raises GatewayError."""
+    if given is None:
+        return
+    if isinstance(given, str) and given in TOOL_CHOICE_MODES:
+        choice.mode = TOOL_CHOICE_MODES[given]
+        return
+    name = named_function(given)
+    if not name:
+        raise invalid(
+            "tool_choice",
+            'must be "auto", "none", "required", a function, {"type", "function": {"name"}}, or allowed_tools, '
+            '{"type", "allowed_tools": {"mode", "tools"}}',
+        )
+    choice.function = name
+
+
 @dataclass(frozen=True, slots=True)
 class AllowedTools:
     """A chat with only the allowed tools."""
@@ -35,12 +54,12 @@ class AllowedTools:
     @property
     def names(self) -> Names:
         """The caller's names for the contract's tools."""
-        return [(rf"chat\.tools\[{at}\]", f"tools[{index}]") for at, index in enumerate(self.indices) if at != index]
-
-    @property
-    def places(self) -> Sequence[str]:
-        """The paths of the functions in the request."""
-        return [f"tools[{index}].function" for index in self.indices]
+        moved = [(at, index) for at, index in enumerate(self.indices) if at != index]
+        schemas = [
+            (rf"chat\.tools\[{at}\]\.function\.parameters_json", f"tools[{index}].function.parameters")
+            for at, index in moved
+        ]
+        return [*schemas, *((rf"chat\.tools\[{at}\]", f"tools[{index}]") for at, index in moved)]
 
 
 def with_allowed_tools(body: ChatRequest) -> AllowedTools:

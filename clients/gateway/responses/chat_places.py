@@ -1,14 +1,11 @@
 """Finds the tokens of an answer's content, without those of reasoning, calls and their markers.
 
-Independent of formats: the parsers report the position of the content in the model's text.
+The service reports how many characters of the content begin in each token.
 """
 
-import codecs
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.parsers.base import Spans
 from penstock.clients.gateway.responses.logprobs import TokenNames
 
 PlacedEntry = tuple[int, Json]
@@ -16,36 +13,34 @@ PlacedEntry = tuple[int, Json]
 
 
 class ContentTokens:
-    """Holds the tokens of one choice until the position of their content is known. A token belongs to content if any of
-    its characters does."""
+    """Tracks the position in the content of one choice. A token belongs to content if any of its characters does."""
 
-    def __init__(self, *, specials: bool) -> None:
-        """``specials``: whether special tokens are in the text."""
-        self._specials = specials
-        self._num_read = 0
-        self._waiting: deque[tuple[int, int, Json]] = deque()
+    def __init__(self) -> None:
+        self._at = 0
+        """The position of the next token in the content."""
+        self._was_content = False
+        """Whether the last token belongs to content."""
 
-    def add_tokens(self, text: str, token_ids: Sequence[int], entries: Sequence[Json], names: TokenNames) -> None:
-        """Adds text with its tokens: whole characters, the last of which a stop string may have cut off."""
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        at, self._num_read = self._num_read, self._num_read + len(text)
-        for token_id, entry in zip(token_ids, entries, strict=True):
-            is_shown = names.shown(token_id, specials=self._specials)
-            begin = at
-            at += len(decoder.decode(names.bytes(token_id) if is_shown else b""))
-            in_character = bool(decoder.getstate()[0])
-            end = min(at + in_character, self._num_read)
-            if begin < end:
-                self._waiting.append((begin, end, entry))
+    def place_entries(
+        self,
+        token_ids: Sequence[int],
+        text_lengths: Sequence[int],
+        entries: Iterable[Json],
+        names: TokenNames,
+        content: range,
+    ) -> list[PlacedEntry]:
+        """Returns the entries of content among those of a part, whose content has the positions ``content``. Tokens
+        after it are those of a stop string."""
+        placed: list[PlacedEntry] = []
+        for token_id, length, entry in zip(token_ids, text_lengths, entries, strict=True):
+            # A character of several tokens counts for the first of them.
+            continues = self._was_content and _continues_character(names.bytes(token_id))
+            self._was_content = (bool(length) and self._at < content.stop) or continues
+            if self._was_content:
+                placed.append((max(0, self._at - continues - content.start), entry))
+            self._at += length
+        return placed
 
-    def take_entries(self, spans: Spans) -> list[PlacedEntry]:
-        """Returns the entries of content at these positions, and drops those of earlier text."""
-        taken: list[PlacedEntry] = []
-        num_before = 0
-        for begin, end in spans:
-            while self._waiting and self._waiting[0][0] < end:
-                token_begin, token_end, entry = self._waiting.popleft()
-                if token_end > begin:
-                    taken.append((num_before + max(0, token_begin - begin), entry))
-            num_before += end - begin
-        return taken
+
+def _continues_character(data: bytes) -> bool:
+    return bool(data) and 0x80 <= data[0] < 0xC0

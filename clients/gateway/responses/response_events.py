@@ -6,15 +6,15 @@ service.
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import itemgetter
 from typing import ClassVar
 
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.parsers.base import ParsedDelta, ToolCallDelta
 from penstock.clients.gateway.requests.custom_tools import CustomInput
 from penstock.clients.gateway.requests.response_tools import CallerTool
-from penstock.clients.gateway.responses.chat_places import PlacedEntry
+from penstock.clients.gateway.responses.chat_stream import Part
+from penstock.clients.tool_calls import ToolCallPart
 
 
 class ResponseEvents:
@@ -40,20 +40,21 @@ class ResponseEvents:
         """Returns the events before any output."""
         return [self._of_response("response.created"), self._of_response("response.in_progress")]
 
-    def add_delta(self, piece: ParsedDelta, logprobs: Sequence[PlacedEntry]) -> list[Json]:
-        """Adds a part of the answer; ``logprobs`` are those of its content's tokens."""
+    def add_part(self, part: Part) -> list[Json]:
+        """Adds a part of the answer."""
         events: list[Json] = []
-        calls = list(piece.calls)
+        calls = list(part.calls)
         while calls and not calls[0].id:  # the rest of the open call comes before content that follows it
             events += self._call(calls.pop(0))
-        if piece.reasoning:
+        if part.reasoning:
             events += self._switch_to(_Reasoning)
-            events.append(self._delta(piece.reasoning))
+            events.append(self._delta(part.reasoning))
         begin = 0
         for call in calls:
-            events += self._add_text(piece, begin, call.at, logprobs) + self._call(call)
-            begin = call.at
-        return events + self._add_text(piece, begin, len(piece.content), logprobs)
+            at = call.text_offset - part.content_at
+            events += self._add_text(part, begin, at) + self._call(call)
+            begin = at
+        return events + self._add_text(part, begin, len(part.content))
 
     def end(self, usage: Json, *, is_cut: bool) -> list[Json]:
         """Ends the answer; ``is_cut``: whether it reached its limit of tokens."""
@@ -73,18 +74,19 @@ class ResponseEvents:
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
         return [*events, self._of_response("response.failed")]
 
-    def _add_text(self, piece: ParsedDelta, begin: int, end: int, logprobs: Sequence[PlacedEntry]) -> list[Json]:
+    def _add_text(self, part: Part, begin: int, end: int) -> list[Json]:
         """Adds a range of a part's content to a message."""
         if begin == end:
             return []
         events = self._switch_to(_Message)
         assert isinstance(self._open, _Message)
-        first, last = (bisect_left(logprobs, at, key=itemgetter(0)) for at in (begin, end))
-        of_part = [entry for _, entry in logprobs[first:last]]
+        entries = part.content_logprobs
+        first, last = (bisect_left(entries, at, key=itemgetter(0)) for at in (begin, end))
+        of_part = [entry for _, entry in entries[first:last]]
         self._open.logprobs += of_part
-        return [*events, self._delta(piece.content[begin:end], logprobs=of_part)]
+        return [*events, self._delta(part.content[begin:end], logprobs=of_part)]
 
-    def _call(self, piece: ToolCallDelta) -> list[Json]:
+    def _call(self, piece: ToolCallPart) -> list[Json]:
         events: list[Json] = []
         if piece.id:
             events = self._close("completed")
@@ -94,7 +96,7 @@ class ResponseEvents:
         if piece.arguments:
             assert isinstance(self._open, _Call), "a call's first piece has its id"
             events += self._more(self._open.read(piece.arguments))
-        if piece.breaks_off and self._open is not None:
+        if piece.is_incomplete and self._open is not None:
             self._open.breaks_off = True
         return events
 

@@ -4,7 +4,7 @@ from penstock.clients.events import ChoiceEnd, Delta, FinishReason
 from penstock.clients.gateway.responses.logprobs import TokenNames, named_ids
 from penstock.clients.gateway.schemas.common import GenerationBody
 
-_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.TOOL_CALLS: "tool_calls"}
 
 
 def finish_reason(end: ChoiceEnd) -> str | None:

@@ -44,6 +44,7 @@ class UsageTracker:
                 self._finished.prompt_tokens += event.usage.prompt_tokens
                 self._finished.cached_tokens += event.usage.cached_tokens
                 self._finished.output_tokens += event.usage.output_tokens
+                self._finished.reasoning_tokens += event.usage.reasoning_tokens
 
     def chunk(self, choices: Sequence[Json]) -> Json:
         """Returns a chunk with these choices."""
@@ -54,14 +55,14 @@ class UsageTracker:
             chunk["usage"] = None
         return chunk
 
-    def last_chunk(self, *, without_output: bool = False, reasoning_tokens: int | None = None) -> list[Json]:
+    def last_chunk(self, *, without_output: bool = False, shows_reasoning: bool = False) -> list[Json]:
         """Returns the chunk with the usage, if requested. ``without_output``: no output was requested.
-        ``reasoning_tokens``: their number in the output; None if it does not apply."""
+        ``shows_reasoning``: whether the usage has the number of reasoning tokens."""
         if self._is_streamed and not self._in_last_chunk:
             return []
         usage = _usage(replace(self._finished, output_tokens=0) if without_output else self._finished)
-        if reasoning_tokens is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        if shows_reasoning:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self._finished.reasoning_tokens}
         return [{**self._common, "choices": [], "usage": usage}]
 
 

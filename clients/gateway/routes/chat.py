@@ -7,16 +7,21 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.clients.events import Finished, PromptLogprobs
+from penstock.clients.events import PromptLogprobs
 from penstock.clients.gateway.errors import GatewayError
 from penstock.clients.gateway.field_names import caller_name
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.parsers.base import ParsedDelta, ToolCallDelta
-from penstock.clients.gateway.requests.chat import chat_names, check_chat, content_text, rendered_ids
+from penstock.clients.gateway.requests.chat import (
+    build_chat_start,
+    chat_names,
+    check_chat,
+    content_text,
+    rendered_ids,
+)
 from penstock.clients.gateway.requests.prompts import ID_BYTES
 from penstock.clients.gateway.requests.tool_choice import with_allowed_tools
 from penstock.clients.gateway.requests.truncation import truncated
-from penstock.clients.gateway.responses.chat_stream import ChatReader, Part, start_chat
+from penstock.clients.gateway.responses.chat_stream import ChatReader, Part
 from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse
 from penstock.clients.gateway.responses.logprobs import TokenNames, named_ids, prompt_entries
 from penstock.clients.gateway.responses.usage import UsageTracker
@@ -25,6 +30,7 @@ from penstock.clients.gateway.schemas.chat import ChatCompletion, ChatRequest
 from penstock.clients.gateway.schemas.common import without_texts
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Arrival
+from penstock.clients.tool_calls import ToolCallPart
 
 _OK: dict[int | str, dict[str, Any]] = {
     200: {
@@ -50,14 +56,14 @@ def make_router() -> APIRouter:
         check_chat(body, caller)
         allowed = with_allowed_tools(body)
         body = allowed.chat
-        names = (*allowed.names, *chat_names(body, allowed.places))
+        names = (*allowed.names, *chat_names(body))
         with_reasoning = body.include_reasoning is not False
-        start, reader = await start_chat(body, request.headers, caller, with_reasoning=with_reasoning)
+        start = build_chat_start(body, request.headers, caller)
+        reader = ChatReader(body, caller, with_reasoning=with_reasoning)
         prompt_token_ids: Sequence[int] | None = None
         if body.return_token_ids or body.prompt_logprobs is not None:
             rendered = await rendered_ids(body, caller, partial(caller_name, names=names))
             prompt_token_ids = truncated(rendered, body, caller)
-            start.token_ids.ids.extend(prompt_token_ids)  # not the chat: the answer refers to these tokens
         return StreamingOrWholeResponse(
             caller,
             [start],
@@ -149,7 +155,6 @@ class ChatWriter:
         self._echoed = content_text(body.messages[-1].content, "messages") if body.echo else ""
         self.num_kept_bytes = len(self._echoed) + ID_BYTES * len(prompt_token_ids or ())
         self._usage_tracker = UsageTracker(body, caller, "chat.completion.chunk", "chatcmpl-")
-        self._num_reasoning_tokens = 0
 
     def begin_response(self, request_id: str) -> list[Json]:
         """Returns a chunk with the role for each choice."""
@@ -171,12 +176,10 @@ class ChatWriter:
             if isinstance(event, PromptLogprobs):
                 chunks.append(await self._prompt_part(event))
         chunks += [self._usage_tracker.chunk([self._part(part)]) for part in await self._reader.read(arrivals)]
-        if any(isinstance(event, Finished) for _, event in arrivals):
-            self._num_reasoning_tokens = await self._reader.count_reasoning_tokens()
         return chunks
 
     def end(self) -> list[Json]:
-        return self._usage_tracker.last_chunk(reasoning_tokens=self._num_reasoning_tokens)
+        return self._usage_tracker.last_chunk(shows_reasoning=True)
 
     def failed(self, error: GatewayError) -> list[Json]:
         """Returns the error in the form that OpenAI's clients understand."""
@@ -190,7 +193,7 @@ class ChatWriter:
         return self._usage_tracker.chunk([]) | {"prompt_logprobs": prompt_entries(ids, part.logprobs, names)}
 
     def _part(self, part: Part) -> Json:
-        choice = self._choice(part.choice, _delta(part.piece))
+        choice = self._choice(part.choice, _delta(part))
         if self._body.logprobs:
             choice["logprobs"] = {"content": part.logprobs}
         if self._body.return_token_ids:
@@ -204,18 +207,18 @@ class ChatWriter:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _delta(piece: ParsedDelta) -> Json:
+def _delta(part: Part) -> Json:
     delta: Json = {}
-    if piece.reasoning:
-        delta |= {"reasoning": piece.reasoning, "reasoning_content": piece.reasoning}
-    if piece.content:
-        delta["content"] = piece.content
-    if calls := [_call(call) for call in piece.calls if call.id or call.arguments]:
+    if part.reasoning:
+        delta |= {"reasoning": part.reasoning, "reasoning_content": part.reasoning}
+    if part.content:
+        delta["content"] = part.content
+    if calls := [_call(call) for call in part.calls if call.id or call.arguments]:
         delta["tool_calls"] = calls
     return delta
 
 
-def _call(piece: ToolCallDelta) -> Json:
+def _call(piece: ToolCallPart) -> Json:
     call: Json = {"index": piece.index, "function": {"arguments": piece.arguments}}
     if piece.id:
         call |= {"id": piece.id, "type": "function"}

@@ -16,11 +16,11 @@ from starlette.responses import Response
 from penstock.clients.events import Finished, Usage
 from penstock.clients.gateway.errors import GatewayError
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.requests.chat import check_chat, rendered_ids
+from penstock.clients.gateway.requests.chat import build_chat_start, check_chat, rendered_ids
 from penstock.clients.gateway.requests.response_tools import ResponseTools
 from penstock.clients.gateway.requests.responses import as_chat, format_name
 from penstock.clients.gateway.requests.sampling import check_model
-from penstock.clients.gateway.responses.chat_stream import ChatReader, start_chat
+from penstock.clients.gateway.responses.chat_stream import ChatReader
 from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse
 from penstock.clients.gateway.responses.response_events import ResponseEvents
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
@@ -55,13 +55,13 @@ def make_router() -> APIRouter:
         chat, names = converted.chat, converted.names
         check_chat(chat, caller)
         try:
-            start, reader = await start_chat(chat, request.headers, caller)
+            start = build_chat_start(chat, request.headers, caller)
         except GatewayError as error:
             raise error.with_param(format_name) from None
         return StreamingOrWholeResponse(
             caller,
             [start],
-            ResponseWriter(body, caller, reader, converted.tools),
+            ResponseWriter(body, caller, ChatReader(chat, caller), converted.tools),
             stream=bool(body.stream),
             caller_name=lambda _, field: names.caller_name(field),
             last=b"",
@@ -121,7 +121,6 @@ class ResponseWriter:
         self._events: ResponseEvents
         self._usage = Usage()
         self._is_cut = False
-        self._num_reasoning_tokens = 0
 
     def begin_response(self, request_id: str) -> list[Json]:
         self._events = ResponseEvents({"id": f"resp_{request_id}"} | self._settled, self._tools.named)
@@ -134,9 +133,7 @@ class ResponseWriter:
         events: list[Json] = []
         for part in await self._reader.read(arrivals):
             self._is_cut = part.finish_reason == "length"
-            events += self._events.add_delta(part.piece, part.content_logprobs)
-        if any(isinstance(event, Finished) for _, event in arrivals):
-            self._num_reasoning_tokens = await self._reader.count_reasoning_tokens()
+            events += self._events.add_part(part)
         return events
 
     def end(self) -> list[Json]:
@@ -153,7 +150,7 @@ class ResponseWriter:
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.output_tokens,
         }
 

@@ -60,8 +60,6 @@ def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
         tenant_header=arguments.tenant_header or "",
         metrics_target=arguments.metrics_target or "",
         exposed_address=exposed_address(arguments),
-        tool_call_parser=arguments.tool_call_parser,
-        reasoning_parser=arguments.reasoning_parser,
         max_body_bytes=arguments.max_body_mib << 20,
         request_timeout_s=arguments.request_timeout,
         max_callers=arguments.max_callers,

@@ -8,9 +8,6 @@ from pathlib import Path
 from penstock.clients.cli.command_parser import CommandParser, reporting
 from penstock.clients.cli.options import TARGET_VARIABLE, add_connection_flags, default_target
 from penstock.clients.gateway.origins import read_origins
-from penstock.clients.gateway.parsers.reasoning import REASONING_FORMATS
-from penstock.clients.gateway.parsers.tool_formats import TOOL_FORMATS
-from penstock.clients.gateway.settings import AUTO, NONE
 from penstock.clients.host.allowed_hosts import read_hosts
 
 _EXAMPLES = """\
@@ -143,16 +140,6 @@ def _add_request_flags(flags: "argparse._ArgumentGroup") -> None:
         metavar="SECONDS",
         help="deadline of every generation (default: none; it ends when its caller disconnects)",
     )
-    for flag, known, of_what in (
-        ("--tool-call-parser", TOOL_FORMATS, "tool calls"),
-        ("--reasoning-parser", REASONING_FORMATS, "reasoning"),
-    ):
-        flags.add_argument(
-            flag,
-            choices=(AUTO, NONE, *known),
-            default=AUTO,
-            help=f"how the model writes {of_what}; auto detects it from the chat template (default: %(default)s)",
-        )
 
 
 def _number(low: int, high: int) -> Callable[[str], int]:

@@ -10,7 +10,6 @@ import asyncio
 import copy
 import hashlib
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -31,7 +30,7 @@ from penstock.clients.gateway.upstream.refusal_rates import RefusalRates
 from penstock.clients.gateway.upstream.service_state import ServiceState
 from penstock.clients.requests import MAX_START_BYTES
 from penstock.clients.stream import GenerateStream, Receiver
-from penstock.v1 import DescribeTokensRequest, GetModelRequest, GetModelResponse, RenderChatResponse, TokenDescription
+from penstock.v1 import DescribeTokensRequest, GetModelRequest, GetModelResponse, TokenDescription
 from penstock.v1.classification_pb2_grpc import ClassificationServiceStub
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
@@ -40,10 +39,6 @@ from penstock.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 
 T = TypeVar("T")
 _MAX_DESCRIBED = 1 << 16
-_MAX_TEXTS = 64
-_MAX_TEXT_LENGTH = 1 << 16
-_RENDERED_S = 60.0
-"""How long a rendered text is cached: a restarted service may have another template under the same name."""
 _MAX_REQUEST_BYTES = 8 << 20
 """The limit for one call: larger ones are refused by the service's transport, with an error that is not meant for
 callers."""
@@ -67,18 +62,6 @@ class _Memory:
         self.of = of
         self.tokens: dict[int, TokenDescription] = {}
         """At most the size of the vocabulary."""
-        self.rendered = LatestPrompts()
-        self.rendered_since = time.monotonic()
-
-
-class LatestPrompts(OrderedDict[bytes, RenderChatResponse]):
-    """The latest few prompts, except long ones."""
-
-    def __setitem__(self, key: bytes, prompt: RenderChatResponse) -> None:
-        if len(prompt.text) <= _MAX_TEXT_LENGTH:
-            super().__setitem__(key, prompt)
-        while len(self) > _MAX_TEXTS:
-            self.popitem(last=False)
 
 
 class UpstreamCaller:
@@ -101,14 +84,6 @@ class UpstreamCaller:
         """All requests, each with the function that cancels it."""
         self._num_live = 0
         self.body: BodyInMemory | None = None
-
-    @property
-    def rendered(self) -> LatestPrompts:
-        """Rendered conversations that reveal the template's format, by a hash of the conversation."""
-        memory = self._link.memory_of(self.model)
-        if time.monotonic() - memory.rendered_since >= _RENDERED_S:
-            memory.rendered, memory.rendered_since = LatestPrompts(), time.monotonic()
-        return memory.rendered
 
     async def call(self, method: Callable[..., Awaitable[T]], request: Message, *, is_short: bool = True) -> T:
         """Calls the service for the caller, such as ``call(caller.stubs.tokenizer.Tokenize, request)``. Without

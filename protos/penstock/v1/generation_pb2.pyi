@@ -750,7 +750,7 @@ Global___FrameRefused: _TypeAlias = FrameRefused  # noqa: Y015
 @_typing.final
 class Injected(_message.Message):
     """Tokens that an `append` put into an output. Deltas of the request in earlier messages come before them, and deltas in
-    the same message after them.
+    the same message after them. In a parsed output, what may belong to a marker is held back, also until after them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

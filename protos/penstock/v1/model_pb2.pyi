@@ -160,6 +160,8 @@ class Model(_message.Message):
     FEATURES_FIELD_NUMBER: _builtins.int
     EMBEDDING_SIZE_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_PARSER_FIELD_NUMBER: _builtins.int
+    REASONING_PARSER_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     QUANTIZATION_FIELD_NUMBER: _builtins.int
     KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
@@ -182,6 +184,14 @@ class Model(_message.Message):
     """Whether the model has a chat template, so that `chat` prompts are possible."""
     embedding_size: _builtins.int
     """The length of a vector of EmbeddingService if the request sets no `dimensions`: the model's hidden size."""
+    tool_call_parser: _builtins.str
+    """The format in which tool calls are parsed, by its name for `penstock serve --tool-call-parser`. Empty if it is unknown
+    or switched off.
+    """
+    reasoning_parser: _builtins.str
+    """The format in which reasoning is parsed, by its name for `penstock serve --reasoning-parser`. Empty if the model has
+    none, or it is unknown or switched off.
+    """
     dtype: _builtins.str
     """The data type of activations, and of weights that are not quantised: "float32", "bfloat16" and so on."""
     quantization: _builtins.str
@@ -236,6 +246,8 @@ class Model(_message.Message):
         features: _abc.Iterable[_builtins.str] | None = ...,
         embedding_size: _builtins.int = ...,
         labels: _abc.Iterable[_builtins.str] | None = ...,
+        tool_call_parser: _builtins.str = ...,
+        reasoning_parser: _builtins.str = ...,
         dtype: _builtins.str = ...,
         quantization: _builtins.str = ...,
         kv_cache_dtype: _builtins.str = ...,
@@ -245,7 +257,7 @@ class Model(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "backend", b"backend", "dtype", b"dtype", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "labels", b"labels", "limits", b"limits", "max_model_len", b"max_model_len", "name", b"name", "quantization", b"quantization", "sampling_defaults", b"sampling_defaults", "speculation", b"speculation", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "backend", b"backend", "dtype", b"dtype", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "labels", b"labels", "limits", b"limits", "max_model_len", b"max_model_len", "name", b"name", "quantization", b"quantization", "reasoning_parser", b"reasoning_parser", "sampling_defaults", b"sampling_defaults", "speculation", b"speculation", "tool_call_parser", b"tool_call_parser", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.rpc import status_pb2 as _status_pb2
+from penstock.v1 import prompt_pb2 as _prompt_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -60,11 +61,13 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """A stop string, a stop token, the model's end of sequence, or the end of the `constraint`."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """`max_tokens`, or the end of the model's context."""
-    FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
+    """As FINISH_REASON_STOP, after parsed tool calls, all of which are complete."""
+    FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 4
     """The client cancelled the request, or its stream ended."""
-    FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 4
+    FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 5
     """The deadline passed."""
-    FINISH_REASON_ERROR: _FinishReason.ValueType  # 5
+    FINISH_REASON_ERROR: _FinishReason.ValueType  # 6
     """The request failed or was refused: see the status."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
@@ -76,11 +79,13 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """A stop string, a stop token, the model's end of sequence, or the end of the `constraint`."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """`max_tokens`, or the end of the model's context."""
-FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
+"""As FINISH_REASON_STOP, after parsed tool calls, all of which are complete."""
+FINISH_REASON_CANCELLED: FinishReason.ValueType  # 4
 """The client cancelled the request, or its stream ended."""
-FINISH_REASON_DEADLINE: FinishReason.ValueType  # 4
+FINISH_REASON_DEADLINE: FinishReason.ValueType  # 5
 """The deadline passed."""
-FINISH_REASON_ERROR: FinishReason.ValueType  # 5
+FINISH_REASON_ERROR: FinishReason.ValueType  # 6
 """The request failed or was refused: see the status."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
@@ -94,6 +99,8 @@ class OutputOptions(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     INCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    PARSE_REASONING_FIELD_NUMBER: _builtins.int
+    PARSE_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     format: Global___OutputFormat.ValueType
     """Text, token ids or both. Default: OUTPUT_FORMAT_TEXT."""
     logprobs: _builtins.int
@@ -107,6 +114,15 @@ class OutputOptions(_message.Message):
     """
     include_special_tokens: _builtins.bool
     """Whether the text includes special tokens. Default: false."""
+    parse_reasoning: _builtins.bool
+    """Whether reasoning is separated from the text, in the model's format (Model.reasoning_parser). White space
+    next to its markers is dropped. Needs a format with text. Without a known format all is text. Default: false.
+    """
+    parse_tool_calls: _builtins.bool
+    """Whether tool calls are separated from the text, in the model's format (Model.tool_call_parser). Text that
+    turns out to be no call stays text. Needs a format with text and a `chat`; without tools, or with
+    TOOL_CHOICE_MODE_NONE, all is text. INVALID_ARGUMENT if there are tools and the format is unknown. Default: false.
+    """
     def __init__(
         self,
         *,
@@ -114,10 +130,12 @@ class OutputOptions(_message.Message):
         logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
         include_special_tokens: _builtins.bool = ...,
+        parse_reasoning: _builtins.bool = ...,
+        parse_tool_calls: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "format", b"format", "include_special_tokens", b"include_special_tokens", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "format", b"format", "include_special_tokens", b"include_special_tokens", "logprobs", b"logprobs", "parse_reasoning", b"parse_reasoning", "parse_tool_calls", b"parse_tool_calls", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -142,17 +160,23 @@ class Delta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The ref of the request."""
     choice: _builtins.int
     """The number of the choice: 0 to n-1."""
     text: _builtins.str
-    """Whole characters, never a possible beginning of a stop string, if text was requested."""
+    """Whole characters, never a possible beginning of a stop string, or of a marker of a parsed output, if text was
+    requested. Without the output's reasoning and calls if these are parsed.
+    """
+    reasoning: _builtins.str
+    """The model's reasoning. Only if `output.parse_reasoning` is set."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Exactly the tokens of `text`, if token ids were requested. The last delta also has those that ended the output and
-        are not in `text`: the stop token, or the tokens of the stop string. A choice that ended has as many ids as `usage`
-        counts.
+        """Exactly the tokens of `text`, if token ids were requested; in a parsed output, those of `text`, `reasoning` and
+        `tool_calls`, and of markers before them. The last delta also has those that ended the output and are not in `text`:
+        the stop token, or the tokens of the stop string. A choice that ended has as many ids as `usage` counts.
         """
 
     @_builtins.property
@@ -163,6 +187,10 @@ class Delta(_message.Message):
     def end(self) -> Global___ChoiceEnd:
         """How the choice ended. Only in its last delta."""
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """Parts of tool calls, at most one of each call. Only if `output.parse_tool_calls` is set."""
+
     def __init__(
         self,
         *,
@@ -172,14 +200,60 @@ class Delta(_message.Message):
         text: _builtins.str = ...,
         logprobs: Global___Logprobs | None = ...,
         end: Global___ChoiceEnd | None = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "end", b"end", "logprobs", b"logprobs", "ref", b"ref", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "end", b"end", "logprobs", b"logprobs", "reasoning", b"reasoning", "ref", b"ref", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Delta: _TypeAlias = Delta  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """A part of a tool call, to be appended to the earlier parts of the same call. Calls come one after another."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    TEXT_OFFSET_FIELD_NUMBER: _builtins.int
+    IS_INCOMPLETE_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """The number of the call in its choice, from 0."""
+    id: _builtins.str
+    """The id of the call, made by the service or the model. Only in the call's first part."""
+    name: _builtins.str
+    """The name of the function. Only in the call's first part."""
+    arguments_json: _builtins.str
+    """More of the arguments. All parts together are the JSON text of an object, unless the call is incomplete. Not checked
+    against the schema unless a grammar enforces it.
+    """
+    text_offset: _builtins.int
+    """The number of characters of the choice's text that precede the call. Only in the call's first part."""
+    is_incomplete: _builtins.bool
+    """Whether the arguments end here incomplete: the output ended, or what followed is not valid JSON."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+        text_offset: _builtins.int = ...,
+        is_incomplete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "index", b"index", "is_incomplete", b"is_incomplete", "name", b"name", "text_offset", b"text_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class Choice(_message.Message):
@@ -192,10 +266,14 @@ class Choice(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """The number of the choice: 0 to n-1."""
     text: _builtins.str
     """The whole text. Empty if `output.format` is OUTPUT_FORMAT_TOKEN_IDS."""
+    reasoning: _builtins.str
+    """The whole reasoning. Only if `output.parse_reasoning` is set."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The chosen tokens, as many as `usage` counts. Empty if `output.format` is OUTPUT_FORMAT_TEXT. The last ones are
@@ -210,6 +288,12 @@ class Choice(_message.Message):
     def end(self) -> Global___ChoiceEnd:
         """Why this choice ended."""
 
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_prompt_pb2.ToolCall]:
+        """The tool calls. Only if `output.parse_tool_calls` is set. Arguments may be incomplete unless the reason of the end is
+        FINISH_REASON_TOOL_CALLS.
+        """
+
     def __init__(
         self,
         *,
@@ -218,10 +302,12 @@ class Choice(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: Global___Logprobs | None = ...,
         end: Global___ChoiceEnd | None = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[_prompt_pb2.ToolCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -255,7 +341,8 @@ class Logprobs(_message.Message):
     @_builtins.property
     def text_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The number of characters of the output's text that begin in each token, if text was requested. The tokens of a stop
-        string count in full, although the text ends before it. Empty for prompts.
+        string count in full, although the text ends before it. In a parsed output, only characters of `text` count: those of
+        reasoning, calls, markers and stop strings do not. Empty for prompts.
         """
 
     def __init__(
@@ -458,22 +545,26 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """The number of tokens of the prompt and of the context that it continues."""
     cached_tokens: _builtins.int
     """The number of prompt tokens that came from the prefix cache."""
     output_tokens: _builtins.int
     """The number of chosen tokens of all choices, including stop tokens and those of stop strings."""
+    reasoning_tokens: _builtins.int
+    """The number of those that are reasoning, without its markers. 0 unless `output.parse_reasoning` is set."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

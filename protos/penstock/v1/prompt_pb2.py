@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/prompt.proto\x12\x0bpenstock.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xbb\x01\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\r\n\x05tools\x18\x03 \x03(\t\x12\x1a\n\x12template_variables\x18\x04 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"\xc2\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12)\n\ntool_calls\x18\x03 \x03(\x0b\x32\x15.penstock.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x1e\n\x11reasoning_content\x18\x06 \x01(\tH\x01\x88\x01\x01\x42\n\n\x08_contentB\x14\n\x12_reasoning_content\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t*f\n\x0eTruncationSide\x12\x1f\n\x1bTRUNCATION_SIDE_UNSPECIFIED\x10\x00\x12\x18\n\x14TRUNCATION_SIDE_LEFT\x10\x01\x12\x19\n\x15TRUNCATION_SIDE_RIGHT\x10\x02\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/prompt.proto\x12\x0bpenstock.v1\"\x1c\n\x08TokenIds\x12\x10\n\x03ids\x18\x01 \x03(\rB\x03\x80\x01\x01\"\xc0\x02\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.penstock.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12 \n\x05tools\x18\x03 \x03(\x0b\x32\x11.penstock.v1.Tool\x12,\n\x0btool_choice\x18\x04 \x01(\x0b\x32\x17.penstock.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12$\n\x17template_variables_json\x18\x06 \x01(\tB\x03\x80\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x07 \x01(\x08\x42\x18\n\x16_add_generation_promptB\x16\n\x14_parallel_tool_calls\"\xf7\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x19\n\x07\x63ontent\x18\x02 \x01(\tB\x03\x80\x01\x01H\x00\x88\x01\x01\x12/\n\rcontent_parts\x18\x03 \x03(\x0b\x32\x18.penstock.v1.ContentPart\x12)\n\ntool_calls\x18\x04 \x03(\x0b\x32\x15.penstock.v1.ToolCall\x12\x19\n\x0ctool_call_id\x18\x05 \x01(\tB\x03\x80\x01\x01\x12\x11\n\x04name\x18\x06 \x01(\tB\x03\x80\x01\x01\x12\x1b\n\treasoning\x18\x07 \x01(\tB\x03\x80\x01\x01H\x01\x88\x01\x01\x42\n\n\x08_contentB\x0c\n\n_reasoning\"\x82\x01\n\x0b\x43ontentPart\x12\x13\n\x04text\x18\x01 \x01(\tB\x03\x80\x01\x01H\x00\x12*\n\x05image\x18\x02 \x01(\x0b\x32\x19.penstock.v1.MediaContentH\x00\x12*\n\x05\x61udio\x18\x03 \x01(\x0b\x32\x19.penstock.v1.MediaContentH\x00\x42\x06\n\x04part\"Y\n\x0cMediaContent\x12\x16\n\tmime_type\x18\x01 \x01(\tB\x03\x80\x01\x01\x12\x13\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x42\x03\x80\x01\x01H\x00\x12\x12\n\x03uri\x18\x03 \x01(\tB\x03\x80\x01\x01H\x00\x42\x08\n\x06source\"K\n\x08ToolCall\x12\x0f\n\x02id\x18\x01 \x01(\tB\x03\x80\x01\x01\x12\x11\n\x04name\x18\x02 \x01(\tB\x03\x80\x01\x01\x12\x1b\n\x0e\x61rguments_json\x18\x03 \x01(\tB\x03\x80\x01\x01\"=\n\x04Tool\x12-\n\x08\x66unction\x18\x01 \x01(\x0b\x32\x19.penstock.v1.FunctionToolH\x00\x42\x06\n\x04kind\"\xa7\x01\n\x0c\x46unctionTool\x12\x11\n\x04name\x18\x01 \x01(\tB\x03\x80\x01\x01\x12\x1d\n\x0b\x64\x65scription\x18\x02 \x01(\tB\x03\x80\x01\x01H\x00\x88\x01\x01\x12!\n\x0fparameters_json\x18\x03 \x01(\tB\x03\x80\x01\x01H\x01\x88\x01\x01\x12\x13\n\x06strict\x18\x04 \x01(\x08H\x02\x88\x01\x01\x42\x0e\n\x0c_descriptionB\x12\n\x10_parameters_jsonB\t\n\x07_strict\"\\\n\nToolChoice\x12+\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.penstock.v1.ToolChoiceModeH\x00\x12\x17\n\x08\x66unction\x18\x02 \x01(\tB\x03\x80\x01\x01H\x00\x42\x08\n\x06\x63hoice*f\n\x0eTruncationSide\x12\x1f\n\x1bTRUNCATION_SIDE_UNSPECIFIED\x10\x00\x12\x18\n\x14TRUNCATION_SIDE_LEFT\x10\x01\x12\x19\n\x15TRUNCATION_SIDE_RIGHT\x10\x02*\x87\x01\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_AUTO\x10\x01\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x02\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,14 +32,60 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.prompt_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.penstock.v1P\001Z\'penstock.dev/gen/penstock/v1;penstockv1\242\002\003PNS\252\002\013Penstock.V1'
-  _globals['_TRUNCATIONSIDE']._serialized_start=510
-  _globals['_TRUNCATIONSIDE']._serialized_end=612
+  _globals['_TOKENIDS'].fields_by_name['ids']._loaded_options = None
+  _globals['_TOKENIDS'].fields_by_name['ids']._serialized_options = b'\200\001\001'
+  _globals['_CHAT'].fields_by_name['template_variables_json']._loaded_options = None
+  _globals['_CHAT'].fields_by_name['template_variables_json']._serialized_options = b'\200\001\001'
+  _globals['_CHATMESSAGE'].fields_by_name['content']._loaded_options = None
+  _globals['_CHATMESSAGE'].fields_by_name['content']._serialized_options = b'\200\001\001'
+  _globals['_CHATMESSAGE'].fields_by_name['tool_call_id']._loaded_options = None
+  _globals['_CHATMESSAGE'].fields_by_name['tool_call_id']._serialized_options = b'\200\001\001'
+  _globals['_CHATMESSAGE'].fields_by_name['name']._loaded_options = None
+  _globals['_CHATMESSAGE'].fields_by_name['name']._serialized_options = b'\200\001\001'
+  _globals['_CHATMESSAGE'].fields_by_name['reasoning']._loaded_options = None
+  _globals['_CHATMESSAGE'].fields_by_name['reasoning']._serialized_options = b'\200\001\001'
+  _globals['_CONTENTPART'].fields_by_name['text']._loaded_options = None
+  _globals['_CONTENTPART'].fields_by_name['text']._serialized_options = b'\200\001\001'
+  _globals['_MEDIACONTENT'].fields_by_name['mime_type']._loaded_options = None
+  _globals['_MEDIACONTENT'].fields_by_name['mime_type']._serialized_options = b'\200\001\001'
+  _globals['_MEDIACONTENT'].fields_by_name['data']._loaded_options = None
+  _globals['_MEDIACONTENT'].fields_by_name['data']._serialized_options = b'\200\001\001'
+  _globals['_MEDIACONTENT'].fields_by_name['uri']._loaded_options = None
+  _globals['_MEDIACONTENT'].fields_by_name['uri']._serialized_options = b'\200\001\001'
+  _globals['_TOOLCALL'].fields_by_name['id']._loaded_options = None
+  _globals['_TOOLCALL'].fields_by_name['id']._serialized_options = b'\200\001\001'
+  _globals['_TOOLCALL'].fields_by_name['name']._loaded_options = None
+  _globals['_TOOLCALL'].fields_by_name['name']._serialized_options = b'\200\001\001'
+  _globals['_TOOLCALL'].fields_by_name['arguments_json']._loaded_options = None
+  _globals['_TOOLCALL'].fields_by_name['arguments_json']._serialized_options = b'\200\001\001'
+  _globals['_FUNCTIONTOOL'].fields_by_name['name']._loaded_options = None
+  _globals['_FUNCTIONTOOL'].fields_by_name['name']._serialized_options = b'\200\001\001'
+  _globals['_FUNCTIONTOOL'].fields_by_name['description']._loaded_options = None
+  _globals['_FUNCTIONTOOL'].fields_by_name['description']._serialized_options = b'\200\001\001'
+  _globals['_FUNCTIONTOOL'].fields_by_name['parameters_json']._loaded_options = None
+  _globals['_FUNCTIONTOOL'].fields_by_name['parameters_json']._serialized_options = b'\200\001\001'
+  _globals['_TOOLCHOICE'].fields_by_name['function']._loaded_options = None
+  _globals['_TOOLCHOICE'].fields_by_name['function']._serialized_options = b'\200\001\001'
+  _globals['_TRUNCATIONSIDE']._serialized_start=1272
+  _globals['_TRUNCATIONSIDE']._serialized_end=1374
+  _globals['_TOOLCHOICEMODE']._serialized_start=1377
+  _globals['_TOOLCHOICEMODE']._serialized_end=1512
   _globals['_TOKENIDS']._serialized_start=41
-  _globals['_TOKENIDS']._serialized_end=64
-  _globals['_CHAT']._serialized_start=67
-  _globals['_CHAT']._serialized_end=254
-  _globals['_CHATMESSAGE']._serialized_start=257
-  _globals['_CHATMESSAGE']._serialized_end=451
-  _globals['_TOOLCALL']._serialized_start=453
-  _globals['_TOOLCALL']._serialized_end=508
+  _globals['_TOKENIDS']._serialized_end=69
+  _globals['_CHAT']._serialized_start=72
+  _globals['_CHAT']._serialized_end=392
+  _globals['_CHATMESSAGE']._serialized_start=395
+  _globals['_CHATMESSAGE']._serialized_end=642
+  _globals['_CONTENTPART']._serialized_start=645
+  _globals['_CONTENTPART']._serialized_end=775
+  _globals['_MEDIACONTENT']._serialized_start=777
+  _globals['_MEDIACONTENT']._serialized_end=866
+  _globals['_TOOLCALL']._serialized_start=868
+  _globals['_TOOLCALL']._serialized_end=943
+  _globals['_TOOL']._serialized_start=945
+  _globals['_TOOL']._serialized_end=1006
+  _globals['_FUNCTIONTOOL']._serialized_start=1009
+  _globals['_FUNCTIONTOOL']._serialized_end=1176
+  _globals['_TOOLCHOICE']._serialized_start=1178
+  _globals['_TOOLCHOICE']._serialized_end=1270
 # @@protoc_insertion_point(module_scope)

@@ -63,7 +63,7 @@ def test_every_kind_of_line_is_answered(batch):
         "text": "hell",
         "token_ids": [104, 101, 108, 108],
         "finish_reason": "length",
-        "usage": {"prompt_tokens": 5, "cached_tokens": 1, "output_tokens": 4},
+        "usage": {"prompt_tokens": 5, "cached_tokens": 1, "output_tokens": 4, "reasoning_tokens": 0},
     }
     assert (records[2]["text"], records["chat"]["text"]) == ("hi", "hey")
     assert [choice["text"] for choice in records["two"]["choices"]] == ["ab", "ab"]

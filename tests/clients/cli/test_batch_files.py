@@ -142,7 +142,7 @@ def test_lines_out_have_the_documented_keys():
         "text": "t0",
         "token_ids": [0],
         "finish_reason": "length",
-        "usage": {"prompt_tokens": 5, "cached_tokens": 0, "output_tokens": 1},
+        "usage": {"prompt_tokens": 5, "cached_tokens": 0, "output_tokens": 1, "reasoning_tokens": 0},
     }
     record = answer_record(3, answer(2))
     assert set(record) == {"id", "choices", "usage"}

@@ -28,6 +28,12 @@ def test_each_line_of_a_pipe_is_a_turn_and_only_answers_come_out(chat, threaded_
     assert contents == [["hello"], ["hello", "hello", "how are you?"]]
 
 
+def test_reasoning_is_shown_apart_from_the_answer(chat, threaded_service):
+    done = chat("think yes\n")
+    assert (done.stdout, done.stderr) == (" yes\n", "think\n")
+    assert [start.output.parse_reasoning for start in threaded_service.starts] == [True]
+
+
 def contents_sent(service):
     return [[message.content for message in start.chat.messages] for start in service.starts]
 

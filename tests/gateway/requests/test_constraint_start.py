@@ -238,7 +238,7 @@ OPEN = [
     pb.GenerationStart(chat=_chat("hi", "<think>I am", continue_final_message=True)),
 ]
 CLOSED = [
-    pb.GenerationStart(chat=_chat("hi", template_variables='{"enable_thinking": false}')),
+    pb.GenerationStart(chat=_chat("hi", template_variables_json='{"enable_thinking": false}')),
     pb.GenerationStart(text="Q: hi\n<think>\nSo.\n</think>\n\n"),
     pb.GenerationStart(token_ids=_ids("<think>a</think>")),
     pb.GenerationStart(chat=_chat("hi", "<think>I am</think>The answer is ", continue_final_message=True)),

@@ -30,7 +30,7 @@ KINDS = {
     "mistral_named": ("mistral_named", "auto"),
     "pythonic": ("hermes", "pythonic"),
 }
-"""Which template shows it, and what the gateway's operator says."""
+"""Which template shows it, and what the operator says."""
 SCHEMAS = {
     "weather": {
         "type": "object",
@@ -60,15 +60,16 @@ TOOLS: list[Any] = [
 @pytest.fixture(scope="module")
 def serve_demo(
     tmp_path_factory: pytest.TempPathFactory, start_serving: Callable[..., AbstractContextManager[Any]]
-) -> Iterator[Callable[[str], str]]:
+) -> Iterator[Callable[[str, str], str]]:
     """The demo model's address, with one of the templates; started once."""
     with ExitStack() as stack:
 
         @cache
-        def serve(shown: str) -> str:
+        def serve(shown: str, parser: str) -> str:
             path = tmp_path_factory.mktemp("template") / "template.jinja"
             path.write_text(TEMPLATE.replace("CALL", SHOWN[shown]))
             flags = (f"--chat-template={path}", "--backend=reference", "--max-model-len=2048")
+            flags = (*flags, f"--tool-call-parser={parser}")
             target: str = stack.enter_context(start_serving(*flags)).target
             return target
 
@@ -95,11 +96,11 @@ class Chat:
 
 @pytest.fixture(params=KINDS)
 async def chat(
-    request: pytest.FixtureRequest, serve_demo: Callable[[str], str], http_before: Any
+    request: pytest.FixtureRequest, serve_demo: Callable[[str, str], str], http_before: Any
 ) -> AsyncIterator[Chat]:
     """Of the demo model, which is taken to write calls in each of the formats."""
     shown, parser = KINDS[request.param]
-    async with http_before(serve_demo(shown), tool_call_parser=parser) as (_, http):
+    async with http_before(serve_demo(shown, parser)) as (_, http):
         yield Chat(http)
 
 

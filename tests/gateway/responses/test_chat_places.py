@@ -1,7 +1,5 @@
 """Which tokens an answer's content is made of."""
 
-import itertools
-
 import pytest
 
 from penstock.clients.gateway.responses.chat_places import ContentTokens
@@ -9,48 +7,44 @@ from penstock.clients.gateway.responses.logprobs import TokenNames
 from penstock.v1 import TokenDescription
 
 
-def taken(tokens, spans, text=None, *, one_by_one=False, specials=False):
-    """The numbers of the tokens that stand there, and where; ``None`` is a special token."""
-    described = [
-        TokenDescription(text=b"<end>" if token is None else token, is_special=token is None) for token in tokens
-    ]
-    names = TokenNames(dict(enumerate(described)), as_ids=False)
-    places = ContentTokens(specials=specials)
-    ids = range(len(tokens))
-    deltas = [[at] for at in ids] if one_by_one else [list(ids)]
-    for delta in deltas:
-        shown = b"".join(names.bytes(at) for at in delta if specials or tokens[at] is not None).decode()
-        places.add_tokens(shown if text is None else text, delta, [{"at": at} for at in delta], names)
-    return [(at, entry["at"]) for at, entry in itertools.chain(*(places.take_entries((span,)) for span in spans))]
+def placed(tokens, lengths, sizes=None, text_length=99):
+    """The places of the content's tokens, each with the token's number, of a choice that comes in parts of ``sizes``
+    tokens."""
+    names = TokenNames({at: TokenDescription(text=token) for at, token in enumerate(tokens)}, as_ids=False)
+    content, found, begin = ContentTokens(), [], 0
+    for size in sizes or [len(tokens)]:
+        ids, some = range(begin, begin + size), lengths[begin : begin + size]
+        at = sum(lengths[:begin])
+        span = range(at, min(at + sum(some), text_length))
+        entries = content.place_entries(ids, some, [{"at": token_id} for token_id in ids], names, span)
+        found.append([(place, entry["at"]) for place, entry in entries])
+        begin += size
+    return found
 
 
 @pytest.mark.parametrize(
-    ("tokens", "spans", "expected"),
+    ("tokens", "lengths", "expected"),
     [
-        ([b"a", b"b", b"c"], [(0, 3)], [(0, 0), (1, 1), (2, 2)]),
-        ([b"<t>", b"a", b"b"], [(3, 5)], [(0, 1), (1, 2)]),
-        ([b"a", b"<t>", b"b"], [(0, 1), (4, 5)], [(0, 0), (0, 2)]),
-        # A token that is content in part: it belongs to what of it comes first.
-        ([b">a", b"b<"], [(1, 3)], [(0, 0), (1, 1)]),
-        ([b"ab"], [(0, 1), (1, 2)], [(0, 0)]),
+        ([b"a", b"b", b"c"], [1, 1, 1], [(0, 0), (1, 1), (2, 2)]),
+        ([b"<t>", b"a", b"b"], [0, 1, 1], [(0, 1), (1, 2)]),
+        ([b"a", b"<t>", b"b"], [1, 0, 1], [(0, 0), (1, 2)]),
+        # A token that is content in part.
+        ([b">a", b"b<"], [1, 1], [(0, 0), (1, 1)]),
         # A character in several tokens, and several in one.
-        ([b"h", b"\xc3", b"\xa9", b"!"], [(1, 2)], [(0, 1), (0, 2)]),
-        ([b"\xf0\x9f", b"\xa6\x80\xc3", b"\xa9"], [(0, 2)], [(0, 0), (0, 1), (1, 2)]),
-        ([b"a", None, b"b"], [(0, 2)], [(0, 0), (1, 2)]),
+        ([b"h", b"\xc3", b"\xa9", b"!"], [0, 1, 0, 0], [(0, 1), (0, 2)]),
+        ([b"\xf0\x9f", b"\xa6\x80\xc3", b"\xa9"], [1, 1, 0], [(0, 0), (0, 1), (1, 2)]),
+        # Of reasoning.
+        ([b"\xc3", b"\xa9", b"a"], [0, 0, 1], [(0, 2)]),
     ],
 )
-def test_a_token_is_of_the_content_if_any_of_its_text_is(tokens, spans, expected):
-    assert taken(tokens, spans) == expected
+def test_a_token_is_of_the_content_if_any_of_its_text_is(tokens, lengths, expected):
+    assert placed(tokens, lengths) == [expected]
 
 
-def test_it_does_not_matter_how_many_tokens_come_at_once():
-    tokens, spans = [b"<t>", b"a", b"b", b"</t>", b"c", None], [(3, 5), (9, 10)]
-    assert taken(tokens, spans) == taken(tokens, spans, one_by_one=True) == [(0, 1), (1, 2), (0, 4)]
-
-
-def test_special_tokens_that_are_shown_take_their_place():
-    assert taken([None, b"a"], [(5, 6)], specials=True) == [(0, 1)]
+def test_places_are_those_in_the_part():
+    tokens, lengths = [b"<t>", b"ab", b"\xc3", b"\xa9", b"</t>", b"c"], [0, 2, 1, 0, 0, 1]
+    assert placed(tokens, lengths, [2, 2, 2]) == [[(0, 1)], [(0, 2), (0, 3)], [(0, 5)]]
 
 
 def test_what_a_stop_string_cut_is_no_content():
-    assert taken([b"ab", b"cd", b"ef"], [(0, 3)], text="abc") == [(0, 0), (2, 1)]
+    assert placed([b"ab", b"cd", b"ef"], [2, 2, 2], text_length=3) == [[(0, 0), (2, 1)]]

@@ -74,7 +74,7 @@ def put_together(chunks):
 @pytest.fixture
 async def scripted_gateway(start_gateway, say):
     """Its model says what it is told to."""
-    return await start_gateway(next_token=say, tool_call_parser="hermes", reasoning_parser="think")
+    return await start_gateway(next_token=say, service={"tool_call_parser": "hermes", "reasoning_parser": "think"})
 
 
 async def test_the_deltas_are_the_whole_answer(scripted_gateway, subtests):

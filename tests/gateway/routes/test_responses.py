@@ -10,8 +10,10 @@ import httpx
 import openai
 import pytest
 
-from penstock.clients.gateway.parsers.base import ParsedDelta, ToolCallDelta
+from penstock.clients.events import Delta, merge
+from penstock.clients.gateway.responses.chat_stream import Part
 from penstock.clients.gateway.responses.response_events import ResponseEvents
+from penstock.clients.tool_calls import ToolCallPart
 
 LOOK = {
     "type": "function",
@@ -255,11 +257,7 @@ def test_log_probabilities_are_those_of_the_text(respond):
 
 def test_an_interrupted_answer_is_reported_as_failed_and_keeps_its_partial_output():
     events = ResponseEvents({"id": "resp_1", "model": "m"})
-    told = (
-        events.begin_response()
-        + events.add_delta(ParsedDelta(content="hel"), [])
-        + events.fail("server_error", "it broke")
-    )
+    told = events.begin_response() + events.add_part(Part(0, "hel")) + events.fail("server_error", "it broke")
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     assert told[-1]["type"] == "response.failed"
     response = told[-1]["response"]
@@ -279,13 +277,9 @@ def test_a_call_that_the_model_breaks_off_is_incomplete(respond, rest, texts):
 
 def test_text_after_a_call_that_comes_with_the_calls_end_comes_after_it():
     events = ResponseEvents({"id": "resp_1"})
-    told = events.add_delta(ParsedDelta(calls=(ToolCallDelta(0, "call_a", "look", "{"),)), [])
-    told += events.add_delta(
-        ParsedDelta(
-            content="then", calls=(ToolCallDelta(0, arguments="}"), ToolCallDelta(1, "call_b", "go", "{}", at=4))
-        ),
-        [],
-    )
+    told = events.add_part(Part(0, "", calls=[ToolCallPart(0, "call_a", "look", "{")]))
+    calls = [ToolCallPart(0, arguments="}"), ToolCallPart(1, "call_b", "go", "{}", text_offset=4)]
+    told += events.add_part(Part(0, "then", calls=calls))
     told += events.end({}, is_cut=False)
     first, text, second = told[-1]["response"]["output"]
     assert (first["call_id"], first["name"], first["arguments"]) == ("call_a", "look", "{}")
@@ -373,7 +367,11 @@ def test_text_between_calls_stays_between_them_however_much_comes_at_once(respon
 
 
 def test_calls_know_the_text_before_them_when_parts_are_put_together():
-    whole = ParsedDelta("ab", calls=(ToolCallDelta(0, "x", "f", "{", at=1),)) + ParsedDelta(
-        "c", calls=(ToolCallDelta(0, arguments="}"), ToolCallDelta(1, "y", "g", "{}", at=1))
+    first = Delta("ab", [], tool_calls=[ToolCallPart(0, "x", "f", "{", text_offset=1)])
+    second = Delta("c", [], tool_calls=[ToolCallPart(0, arguments="}"), ToolCallPart(1, "y", "g", "{}", text_offset=3)])
+    (whole,) = merge([first, second])
+    assert isinstance(whole, Delta)
+    assert (whole.text, [(call.arguments, call.text_offset) for call in whole.tool_calls]) == (
+        "abc",
+        [("{}", 1), ("{}", 3)],
     )
-    assert (whole.content, [(call.arguments, call.at) for call in whole.calls]) == ("abc", [("{}", 1), ("{}", 3)])

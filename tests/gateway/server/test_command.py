@@ -34,7 +34,6 @@ def test_help_has_examples_and_every_flag(capsys):
         "--fd",
         "--heartbeat-fd",
         "--unix-socket",
-        "--tool-call-parser",
         "--sse-keep-alive",
         "--allowed-origins",
         "--unknown-fields",
@@ -47,7 +46,6 @@ def test_help_has_examples_and_every_flag(capsys):
     [
         (["--port", "70000"], "--port: must be 0 to 65,535; it is '70000'"),
         (["--tenant-header", "x tenant"], "--tenant-header: must be 1 to 64 letters"),
-        (["--tool-call-parser", "best"], "--tool-call-parser: invalid choice"),
         (["--sse-keep-alive", "-1"], "--sse-keep-alive: must be 0 to 3,600"),
         (["--allowed-origins", "app.example.com"], "--allowed-origins: must be origins without a path, such as"),
         (["--unknown-fields", "warn"], "--unknown-fields: invalid choice"),

@@ -269,7 +269,7 @@ def test_flags_that_make_no_sense_are_refused(flags, named):
 def test_the_gateway_gets_its_options():
     http = ["--http-host=::1", "--http-port=0", "--tls-cert=c", "--tls-key=k", "--shutdown-grace=2.5"]
     other = ["--allowed-origins=*", "--allowed-hosts=llm.example", "--unknown-fields=ignore", "--sse-keep-alive=5"]
-    config = parse_config([*http, *other, "--tool-call-parser=mistral"])
+    config = parse_config([*http, *other])
     assert config.http_address == "[::1]:0"
     assert prepare.http_options(config) == [
         "--http-tls-cert=c",
@@ -279,8 +279,6 @@ def test_the_gateway_gets_its_options():
         "--allowed-hosts=llm.example",
         "--unknown-fields=ignore",
         "--sse-keep-alive=5",
-        "--tool-call-parser=mistral",
-        "--reasoning-parser=auto",
         "--shutdown-grace=13",
     ]
 

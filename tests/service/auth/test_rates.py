@@ -10,7 +10,7 @@ from penstock.service.auth.identity import Principal
 GENERATION, TOKENIZER = "GenerationService", "TokenizerService"
 LONG = "x" * 10_000
 CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
-BAD_CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")], template_variables="[")
+BAD_CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")], template_variables_json="[")
 WRONG_ROLE = pb.Chat(messages=[pb.ChatMessage(role="nobody", content="hi")])
 SENT = {
     "a prompt": (f"{GENERATION}/Complete", pb.CompleteRequest(start=pb.GenerationStart(text="hi"))),

@@ -86,11 +86,22 @@ def load(tmp_path):
     )
 
 
+PARAMETERS = "chat.tools[0].function.parameters_json"
+
+
+def tool_of(tool):
+    """The contract's form of a tool."""
+    function = dict(tool["function"])
+    if "parameters" in function:
+        function["parameters_json"] = json.dumps(function.pop("parameters"))
+    return pb.Tool(function=pb.FunctionTool(**function))
+
+
 def chat_of(messages, tools=(), variables=None, **fields):
     """The contract's form of what transformers takes."""
-    chat = pb.Chat(tools=map(json.dumps, tools), **fields)
+    chat = pb.Chat(tools=map(tool_of, tools), **fields)
     if variables is not None:
-        chat.template_variables = json.dumps(variables)
+        chat.template_variables_json = json.dumps(variables)
     for message in messages:
         added = chat.messages.add(
             role=message["role"],
@@ -101,7 +112,7 @@ def chat_of(messages, tools=(), variables=None, **fields):
         for call in message.get("tool_calls", ()):
             function = call["function"]
             added.tool_calls.add(
-                id=call.get("id", ""), name=function["name"], arguments=json.dumps(function["arguments"])
+                id=call.get("id", ""), name=function["name"], arguments_json=json.dumps(function["arguments"])
             )
     return chat
 
@@ -228,7 +239,7 @@ SHOWS_ALL = (
 def test_no_special_token_comes_about_with_the_templates_text(text, load):
     """Wherever a template puts what a caller says, be it into the middle of a special token."""
     tokenizer = load(SHOWS_ALL)
-    tool = {"type": "function", "function": {"name": text, "about": text}}
+    tool = {"type": "function", "function": {"name": text, "description": text}}
     message = {"role": "assistant", "content": "x", "name": text, "tool_call_id": text}
     message["tool_calls"] = [called(text, {text: text}, text)]
     chat = chat_of([message], [tool], {"effort": text})
@@ -303,8 +314,13 @@ async def test_over_a_socket(start_service, details_of, loaded, directories):
     answer = await service.generation.Complete(pb.CompleteRequest(start=start))
     assert answer.finished.usage.prompt_tokens == len(rendered.token_ids)
     for bad, field in (
-        (chat_of([QUESTION], variables={"tools": []}), "chat.template_variables"),
-        (pb.Chat(messages=[pb.ChatMessage(role="user")], tools=["x"]), "chat.tools[0]"),
+        (chat_of([QUESTION], variables={"tools": []}), "chat.template_variables_json"),
+        (
+            pb.Chat(
+                messages=[pb.ChatMessage(role="user")], tools=[tool_of({"function": {"name": "x", "parameters": 1}})]
+            ),
+            PARAMETERS,
+        ),
         (chat_of([QUESTION], continue_final_message=True), "chat.continue_final_message"),
     ):
         for call in (

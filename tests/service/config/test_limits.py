@@ -8,175 +8,24 @@ from typing import Any
 
 import grpc
 import pytest
-from bounds.wire_types import bad_wire_values, good_wire_values
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from bounds.bad_fields import LIMITS, bad_messages, complete, message_types, request_messages, set_field
+from bounds.wire_types import good_wire_values
 from google.protobuf.message import Message
 
 import penstock.v1 as pb
-from penstock.service.config import field_rules as kinds, limits as bounds
-from penstock.service.config.field_rules import Limit, ModelLimits
+from penstock.service.config import field_rules as kinds
+from penstock.service.config.field_rules import Limit
 from penstock.service.config.limits import FIELD_BOUNDS, Validator
 from penstock.service.errors import ServiceError
-from penstock.v1 import admin_pb2, classification_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2
 
-LIMITS = ModelLimits(vocab_size=258, max_model_len=4096, model_name="m")
 REFUSED_WITHIN_S = 0.010
 OPEN = 1
 """The ref of a request whose prompt is open."""
-MODULES = (admin_pb2, classification_pb2, embedding_pb2, generation_pb2, model_pb2, tokenizer_pb2)
-
-
-def request_messages() -> dict[str, Descriptor]:
-    """Every message that a client can send, by walking the methods' input types."""
-    found: dict[str, Descriptor] = {}
-
-    def visit(descriptor: Descriptor) -> None:
-        if descriptor.name in found or descriptor.GetOptions().map_entry:
-            return
-        found[descriptor.name] = descriptor
-        for field in descriptor.fields:
-            if field.message_type is not None and field.message_type.file.package.startswith("penstock."):
-                visit(field.message_type)
-
-    for file in MODULES:
-        for service in file.DESCRIPTOR.services_by_name.values():
-            for method in service.methods:
-                visit(method.input_type)
-    return found
 
 
 def test_reliability_figure_11_every_field_of_every_request_has_a_bound():
     fields = {name: {field.name for field in descriptor.fields} for name, descriptor in request_messages().items()}
     assert fields == {name: set(bounded) for name, bounded in FIELD_BOUNDS.items()}
-
-
-def bad_numbers(bound: kinds.Number, field: FieldDescriptor) -> Iterator[float]:
-    """Numbers just outside a bound, where the field's type has room for them."""
-    low, high = bound.low, LIMITS.resolve(bound.high)
-    is_float = field.type in (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE)
-    if low >= 1 or is_float or field.type == FieldDescriptor.TYPE_SINT32:
-        yield low - 1
-    if is_float:
-        yield from (math.nan, math.inf, -math.inf, low - 1e-3, high * 1.001 + 1e-3)
-    if high < (bounds.INT64_MAX if field.type == FieldDescriptor.TYPE_INT64 else bounds.UINT32_MAX):
-        yield high + 1
-
-
-def bad_lists(bound: Any, of_what: str) -> Iterator[tuple[Any, str]]:
-    """Lists that are too long, in items or in bytes, or have an item that is out of its own bounds."""
-    high = bound.high
-    match bound:
-        case bounds.Messages(max_bytes=max_bytes, max_calls=max_calls):
-            per_message = 128
-            calls = [pb.ToolCall(name="x")] * per_message
-            yield [pb.ChatMessage(role="assistant", tool_calls=calls)] * (max_calls // per_message + 1), ""
-            yield [pb.ChatMessage(role="user")] * (high + 1), ""
-            yield [pb.ChatMessage(role="user", content="x" * (max_bytes // 2 + 1))] * 2, ""
-            call = pb.ToolCall(name="x", arguments="x" * max_bytes)
-            yield [pb.ChatMessage(role="assistant", content="x", tool_calls=[call])], ""
-            yield [pb.ChatMessage(role="user"), pb.ChatMessage(content="x")], "[1].role"
-        case kinds.Texts(max_bytes=max_bytes):
-            yield ["x"] * (high + 1), ""
-            yield ["x", ""], "[1]"
-            yield ["x" * (max_bytes // 2 + 1)] * 2, ""
-        case kinds.Items(each=kinds.Known(numbers=numbers)):
-            yield [min(numbers)] * (high + 1), ""
-            yield [min(numbers), max(numbers) + 1], "[1]"
-            yield [0], "[0]"
-        case kinds.Items() if of_what == "ToolCall":
-            yield [pb.ToolCall(name="x")] * (high + 1), ""
-            yield [pb.ToolCall(name="x"), pb.ToolCall(id="x")], "[1].name"
-        case kinds.Items() if of_what == "EmbedInput":
-            yield [pb.EmbedInput(text="x")] * (high + 1), ""
-            long = pb.EmbedInput(token_ids=pb.TokenIds(ids=[0] * (kinds.MAX_UNCUT_IDS + 1)))
-            yield [pb.EmbedInput(text="x"), long], "[1].token_ids.ids"
-        case _:
-            yield [pb.TenantSettings(tenant="x")] * (high + 1), ""
-            yield [pb.TenantSettings(tenant="x"), pb.TenantSettings(weight=-1)], "[1].weight"
-
-
-def bad_values(bound: Any, field: FieldDescriptor) -> Iterator[tuple[Any, str]]:
-    """Values just outside a bound, each with what is added to the field's path."""
-    match bound:
-        case kinds.Number():
-            yield from ((value, "") for value in bad_numbers(bound, field))
-        case kinds.Text(high=high):
-            yield "x" * (high + 1), ""
-            if bound.low > 1:
-                yield "x", ""
-            if bound.pattern is not None:
-                yield "\n" * max(bound.low, 1), ""
-        case kinds.Known(numbers=numbers):
-            yield max(numbers) + 1, ""
-        case kinds.Items(high=high, each=kinds.Text() as each):
-            yield ["x"] * (high + 1), ""
-            yield [""], "[0]"
-            yield ["x", "x" * (each.high + 1)], "[1]"
-        case bounds.Messages() | kinds.Texts() | kinds.Items(each=bounds.Nested() | kinds.Known()):
-            yield from bad_lists(bound, field.message_type.name if field.message_type is not None else "")
-        case kinds.NestedIds(high=high):
-            yield pb.TokenIds(ids=[0] * (int(LIMITS.resolve(high)) + 1)), ".ids"
-        case kinds.Ids(high=high):
-            high = int(LIMITS.resolve(high))
-            yield [0] * (high + 1), ""
-            yield [LIMITS.vocab_size], "[0]"
-            yield [0, 2**32 - 1], "[1]"
-            last = min(high, kinds.MAX_IDS_ON_LOOP) - 1
-            yield [0] * last + [LIMITS.vocab_size], f"[{last}]"
-        case kinds.Biases(high=high, most=most):
-            yield dict.fromkeys(range(high + 1), 0.0), ""
-            yield {LIMITS.vocab_size: 0.0}, f"[{LIMITS.vocab_size}]"
-            for value in (math.nan, math.inf, -math.inf, most * 1.01, -most * 1.01):
-                yield {3: value}, "[3]"
-        case kinds.Refs(high=high):
-            yield [0] * (high + 1), ""
-        case _:
-            yield from bad_wire_values(bound)
-
-
-def set_field(message: Any, name: str, value: Any) -> None:
-    field = getattr(message, name)
-    if isinstance(value, list):
-        field.extend(value)
-    elif isinstance(value, Message):
-        field.CopyFrom(value)
-    elif isinstance(value, dict):
-        for key, entry in value.items():
-            field[key] = entry
-    else:
-        setattr(message, name, int(value) if isinstance(field, int) and not isinstance(value, str) else value)
-
-
-def complete(message: Any) -> None:
-    """Sets what a part of a conversation needs besides the field that is tried."""
-    match message:
-        case pb.Chat() if not message.messages:
-            message.messages.add(role="user")
-        case pb.RenderChatRequest():
-            complete(message.chat)
-        case pb.ChatMessage():
-            message.role = message.role or "user"
-        case pb.ToolCall():
-            message.name = message.name or "x"
-        case pb.EmbedRequest() | pb.ClassifyRequest() if not message.inputs:
-            message.inputs.add(text="x")
-        case pb.ScoreRequest():
-            for texts in (message.queries, message.documents):
-                texts.extend([] if texts else ["x"])
-
-
-def message_types() -> dict[str, Any]:
-    return {name: getattr(pb, name) for name in FIELD_BOUNDS}
-
-
-def bad_messages() -> Iterator[Any]:
-    descriptors, types = request_messages(), message_types()
-    for name, fields in FIELD_BOUNDS.items():
-        for field_name, bound in fields.items():
-            for number, (value, at) in enumerate(bad_values(bound, descriptors[name].fields_by_name[field_name])):
-                message = types[name]()
-                set_field(message, field_name, value)
-                yield pytest.param(message, f"{field_name}{at}", id=f"{name}.{field_name}-{number}")
 
 
 def in_an_admin_request(bad: Message, path: str) -> tuple[str, Message, str]:
@@ -203,6 +52,38 @@ def in_a_frame(bad: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(**fields)
 
 
+PARTS_OF_A_CHAT = {
+    "Chat", "ChatMessage", "ToolCall", "Tool", "FunctionTool", "ToolChoice", "ContentPart", "MediaContent"
+}  # fmt: skip
+
+
+def in_a_chat(bad: Any, path: str) -> tuple[pb.Chat, str]:
+    """The chat with a part of a conversation, and the path that is to be named."""
+    if isinstance(bad, pb.Chat):
+        return bad, f"chat.{path}"
+    chat = pb.Chat(messages=[bad if isinstance(bad, pb.ChatMessage) else pb.ChatMessage(role="user")])
+    match bad:
+        case pb.ToolCall():
+            chat.messages[0].tool_calls.append(bad)
+            return chat, f"chat.messages[0].tool_calls[0].{path}"
+        case pb.ContentPart():
+            chat.messages[0].content_parts.append(bad)
+            return chat, f"chat.messages[0].content_parts[0].{path}"
+        case pb.MediaContent():
+            chat.messages[0].content_parts.add(image=bad)
+            return chat, "chat.messages[0].content_parts[0].image"  # all are refused, so what is wrong is never named
+        case pb.Tool():
+            chat.tools.append(bad)
+            return chat, f"chat.tools[0].{path}"
+        case pb.FunctionTool():
+            chat.tools.add(function=bad)
+            return chat, f"chat.tools[0].function.{path}"
+        case pb.ToolChoice():
+            chat.tool_choice.CopyFrom(bad)
+            return chat, f"chat.tool_choice.{path}"
+    return chat, f"chat.messages[0].{path}"
+
+
 def in_a_request(bad: Message, path: str) -> tuple[str, Any, str]:
     """The method that the message can be sent by, what is sent, and the path that is to be named."""
     start = pb.GenerationStart(text="hi")
@@ -222,17 +103,10 @@ def in_a_request(bad: Message, path: str) -> tuple[str, Any, str]:
         case pb.TokenIds():
             start.token_ids.CopyFrom(bad)
             path = f"token_ids.{path}"
-        case pb.Chat():
-            start.chat.CopyFrom(bad)
-            path = f"chat.{path}"
-        case pb.ChatMessage():
+        case _ if type(bad).__name__ in PARTS_OF_A_CHAT:
             complete(bad)
-            start.chat.messages.append(bad)
-            path = f"chat.messages[0].{path}"
-        case pb.ToolCall():
-            complete(bad)
-            start.chat.messages.add(role="assistant", tool_calls=[bad])
-            path = f"chat.messages[0].tool_calls[0].{path}"
+            chat, path = in_a_chat(bad, path)
+            start.chat.CopyFrom(chat)
         case pb.Settings() | pb.TenantSettings() | pb.RequestFilter() | pb.RequestIds():
             return in_an_admin_request(bad, path)
         case pb.EmbedInput():

@@ -143,7 +143,8 @@ def convert(byte_tokenizer):
         )
         start = pb.GenerationStart(text="hello", sampling=pb.SamplingParams(**sampling))
         request_builder.check(start)
-        return await request_builder.prepare(start, Origin("id", "t", time.monotonic()), lambda event: None)
+        origin = Origin("id", "t", time.monotonic())
+        return (await request_builder.prepare(start, origin, lambda event: None)).request
 
     yield make
     pool.close()

@@ -168,12 +168,13 @@ async def call_the_service(service, channel):
     await complete("UNAUTHENTICATED", text(PROMPT), (("authorization", WRONG_KEY),))
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content=PROMPT)])
     await complete("OK", pb.GenerationStart(chat=chat, sampling=pb.SamplingParams(max_tokens=16, ignore_eos=True)))
-    for tools in ([json.dumps(TOOL)], [f"{{{SCHEMA}"], [json.dumps({SCHEMA: SCHEMA})]):
-        with_tools = pb.Chat(messages=chat.messages, tools=tools)
+    for parameters in (json.dumps(TOOL["function"]), f"{{{SCHEMA}", json.dumps({SCHEMA: SCHEMA})):
+        function = pb.FunctionTool(name=SCHEMA, description=SCHEMA, parameters_json=parameters)
+        with_tools = pb.Chat(messages=chat.messages, tools=[pb.Tool(function=function)])
         # Whether this model's template shows tools is not the question here.
         refusals = "OK|FAILED_PRECONDITION|INVALID_ARGUMENT"
         await complete(refusals, pb.GenerationStart(chat=with_tools, sampling=pb.SamplingParams(max_tokens=4)))
-    variables = pb.Chat(messages=chat.messages, template_variables=f'{{"{SCHEMA}": ')
+    variables = pb.Chat(messages=chat.messages, template_variables_json=f'{{"{SCHEMA}": ')
     await complete("INVALID_ARGUMENT", pb.GenerationStart(chat=variables))
 
     for constraint in (

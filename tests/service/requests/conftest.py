@@ -43,6 +43,6 @@ def convert(make_builder):
         builder = builder or make_builder()
         builder.check(start)
         whose = Origin("id", tenant, arrival=time.monotonic(), **origin)
-        return await builder.prepare(start, whose, lambda event: None, answer, context)
+        return (await builder.prepare(start, whose, lambda event: None, answer, context)).request
 
     return convert

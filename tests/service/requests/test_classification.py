@@ -20,7 +20,7 @@ from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.plan import Pooling
 from penstock.scheduler.testing.fake_worker import vector_of
 from penstock.service.auth.identity import Principal
-from penstock.service.requests import pooled, score
+from penstock.service.requests.pooled import inputs as pooled, score
 from penstock.service.rpc import pooled_calls
 from penstock.service.text.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import Pooling
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.testing.fake_worker import vector_of
-from penstock.service.requests import pooled
+from penstock.service.requests.pooled import inputs as pooled
 
 HIDDEN_SIZE = 8
 

@@ -68,16 +68,29 @@ REFUSED: dict[str, tuple[str, pb.GenerationStart, str]] = {
         pb.GenerationStart(chat=pb.Chat(messages=[pb.ChatMessage(role="x", content=TEXT)])),
         "role",
     ),
-    "variables that are no JSON": ("any", pb.GenerationStart(chat=chat(template_variables="[")), "template_variables"),
-    "a template that refuses": ("any", pb.GenerationStart(chat=chat(template_variables='{"refuse": 1}')), "refuses it"),
+    "variables that are no JSON": (
+        "any",
+        pb.GenerationStart(chat=chat(template_variables_json="[")),
+        "template_variables_json",
+    ),
+    "a template that refuses": (
+        "any",
+        pb.GenerationStart(chat=chat(template_variables_json='{"refuse": 1}')),
+        "refuses it",
+    ),
     "variables that the template fails on": (
         "any",
-        pb.GenerationStart(chat=chat(template_variables='{"fail": 1}')),
+        pb.GenerationStart(chat=chat(template_variables_json='{"fail": 1}')),
         "fails",
     ),
     "tools that are no JSON": (
         "any",
-        pb.GenerationStart(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="x")], tools=["[" + TEXT])),
+        pb.GenerationStart(
+            chat=pb.Chat(
+                messages=[pb.ChatMessage(role="user", content="x")],
+                tools=[pb.Tool(function=pb.FunctionTool(name="f", parameters_json="[" + TEXT))],
+            )
+        ),
         "chat.tools",
     ),
     "a constraint that is none": (
@@ -207,7 +220,7 @@ PROMPTS = {
     "TokenizerService/Tokenize": pb.TokenizeRequest(text=TEXT, include_text_offsets=True),
     "TokenizerService/Detokenize": pb.DetokenizeRequest(token_ids=[1] * (MIB - 1) + [999]),
     "TokenizerService/DescribeTokens": pb.DescribeTokensRequest(token_ids=[1] * MIB),
-    "TokenizerService/RenderChat": pb.RenderChatRequest(chat=chat(template_variables='{"fail": 1}')),
+    "TokenizerService/RenderChat": pb.RenderChatRequest(chat=chat(template_variables_json='{"fail": 1}')),
     "ClassificationService/Classify": pb.ClassifyRequest(inputs=[pb.EmbedInput(text=TEXT)]),
     "ClassificationService/Score": pb.ScoreRequest(queries=[TEXT[:MIB]], documents=[TEXT[:MIB]] * 3),
     "EmbeddingService/Embed": pb.EmbedRequest(inputs=[pb.EmbedInput(text=TEXT)]),

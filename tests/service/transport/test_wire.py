@@ -78,8 +78,11 @@ async def test_what_is_no_message_is_left_to_the_parser(raw):
 
 async def test_the_largest_chat_is_taken():
     message = pb.ChatMessage(role="assistant", content="x" * 500, tool_call_id="i", name="n")
-    message.tool_calls.add(id="i", name="n", arguments="{}")
-    chat = pb.Chat(messages=[message] * 4096, tools=["{}"] * 128, template_variables="{}", add_generation_prompt=True)
+    message.tool_calls.add(id="i", name="n", arguments_json="{}")
+    tool = pb.Tool(function=pb.FunctionTool(name="f", description="d", parameters_json="{}"))
+    chat = pb.Chat(
+        messages=[message] * 4096, tools=[tool] * 128, template_variables_json="{}", add_generation_prompt=True
+    )
     await check_parts(pb.RenderChatRequest(chat=chat).SerializeToString(), RENDER)
 
 

@@ -3,7 +3,7 @@
 import itertools
 from typing import Any
 
-from penstock.clients.gateway.parsers.registry import make_parser
+from penstock.service.parsers.registry import make_parser
 
 ONE = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln", "days": [1, {"a": "}"}]}}\n</tool_call>',
@@ -42,10 +42,18 @@ def take_apart(parts, tool_format, reasoning_format=None, **given):
     options: dict[str, Any] = {"tools": TOOLS, "new_call_id": lambda: f"id{next(numbers)}"} | given
     parser = make_parser(tool_format, reasoning_format, **options)
     text = "".join(parts)
-    content, placed, reasoning = "", "", ""
+    content, placed, reasoning, thought = "", "", "", ""
+    num_read = num_known = 0
     calls: list[list[str]] = []
     broken: set[int] = set()
-    for piece in [*map(parser.feed, parts), parser.end()]:
+    for part, piece in [*((part, parser.feed(part)) for part in parts), ("", parser.end())]:
+        num_read += len(part)
+        assert 0 <= piece.num_held <= num_read
+        thought += "".join(text[begin:end] for begin, end in piece.reasoning_spans)
+        assert reasoning + piece.reasoning == thought, "it stands where the parser says"
+        for begin, end in (*piece.spans, *piece.reasoning_spans):
+            assert num_known <= begin <= end <= num_read - piece.num_held, "what was known is not reported again"
+        num_known = num_read - piece.num_held
         content += piece.content
         placed += "".join(text[begin:end] for begin, end in piece.spans)
         assert content == placed, "it stands where the parser says"

@@ -1,0 +1,1 @@
+"""Parsers of model output: tool calls and reasoning in each format. Independent of requests and tokens."""

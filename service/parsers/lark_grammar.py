@@ -1,0 +1,148 @@
+"""Parts of Lark grammars of answers with tool calls: rules, markers and JSON values."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.service.parsers.base import Schema
+from penstock.service.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
+
+
+class CannotBeHeld(Exception):
+    """A tool that a format's grammar cannot describe. The text has the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallableTool:
+    """A tool in a grammar."""
+
+    name: str
+    parameters: Schema | None
+    """The schema of the arguments; None: any object."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerShape:
+    """The form of a model's answers, besides its calls."""
+
+    shown_call: str = ""
+    """A conversation with a call of ``probe_tool``, as the chat template writes it: formats have variants."""
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Ids of markers that are special tokens of the model; all others are text."""
+    reasoning: str | None = None
+    in_reasoning: bool = False
+    """Whether the prompt has opened the reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """The syntax of a format's calls, as Lark expressions. A group of calls follows each marker."""
+
+    call: Callable[["LarkGrammar", str, CallableTool], str]
+    """Returns the body of a rule from the rule's name and a tool."""
+    marker: str = ""
+    opens: str = ""
+    next_call: str | None = None
+    """The separator of calls in a group; None: a group has one call."""
+    closes: str = ""
+    between: str | None = None
+    """The separator of groups; None: there is one group."""
+
+
+class LarkGrammar:
+    """A grammar under construction."""
+
+    def __init__(self, shape: AnswerShape) -> None:
+        self.shape = shape
+        self._rules: list[str] = []
+        self._specials = sorted(shape.special_tokens, key=len, reverse=True)
+        self.before = ""
+        """The expression before an answer."""
+        if shape.reasoning is not None:
+            self.before = "thought space " if shape.in_reasoning else "(thought space)? "
+            self._add_thought(REASONING_FORMATS[shape.reasoning])
+
+    def add_rules(self, *rules: str) -> None:
+        self._rules += rules
+
+    def marker(self, text: str) -> str:
+        """Returns the expression of a text of markers, each as a special token or as text."""
+        if not self.is_special(text):
+            return quoted(text)
+        parts = re.split("(" + "|".join(map(re.escape, self._specials)) + ")", text)
+        ids = self.shape.special_tokens
+        return " ".join(f"<[{ids[part]}]>" if part in ids else quoted(part) for part in parts if part)
+
+    def is_special(self, text: str) -> bool:
+        """Whether a text has special tokens."""
+        return any(token in text for token in self._specials)
+
+    def with_calls(self, syntax: CallSyntax, tools: Sequence[CallableTool], *, one: bool) -> str:
+        """Returns the whole grammar, with the rules for a group of calls."""
+        names = [f"call_{index}" for index in range(len(tools))]
+        more = "" if one or syntax.next_call is None else f" ({syntax.next_call} call)*"
+        self.add_rules(f"group: {syntax.opens} call{more} {syntax.closes}", f"call: {' | '.join(names)}")
+        for name, tool in zip(names, tools, strict=True):
+            self.add_rules(f"{name}: {syntax.call(self, name, tool)}")
+        return "\n".join(self._rules)
+
+    def _add_thought(self, form: ReasoningFormat) -> None:
+        if form.closes in self.shape.special_tokens:
+            opens = "" if self.shape.in_reasoning else self.marker(form.opens)
+            self.add_rules(f"thought: {opens} THOUGHT? {self.marker(form.closes)}", "THOUGHT: /(?s:.+)/")
+        else:
+            opens = "" if self.shape.in_reasoning else rf"[ \n]{{0,2}}{escaped(form.opens)}"
+            self.add_rules(f"thought[lazy]: /{opens}(?s:.*){escaped(form.closes)}/")
+        self.add_rules(f"space: {self.marker(form.before_answer)}" if form.before_answer else r"space: /[ \n]{0,2}/")
+
+
+def json_rule(schema: Schema | None) -> str:
+    """Returns the expression of a JSON value, without optional white space: weak models may write it without end."""
+    held: dict[str, Any] = dict(schema or {"type": "object"})
+    held["x-guidance"] = {"whitespace_pattern": " ?"} | dict(held.get("x-guidance") or {})
+    return f"%json {json.dumps(held, ensure_ascii=False)}"
+
+
+def argument_schemas(tool: CallableTool) -> list[tuple[str, dict[str, Any], bool]]:
+    """Returns a tool's arguments: name, schema and whether it is required. Raises CannotBeHeld if the schema constrains
+    them together."""
+    schema = tool.parameters or {}
+    unknown = set(schema) - _HELD_KEYS
+    if unknown or not isinstance(schema.get("properties", {}), Mapping):
+        properties_named = " and ".join(sorted(unknown)) or "properties"
+        raise CannotBeHeld(
+            f"the parameters of {tool.name} have {properties_named}, which cannot be enforced in this model's format"
+        )
+    known = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    required = set(schema.get("required") or ())
+    given = schema.get("properties", {})
+    properties = dict(given) | {name: {} for name in sorted(required) if name not in given}
+    return [
+        (name, {**known, **(value if isinstance(value, Mapping) else {"allOf": [value]})}, name in required)
+        for name, value in properties.items()
+    ]
+
+
+_HELD_KEYS = frozenset(
+    {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+    | {"title", "description", "$schema", "$id", "examples", "strict"}
+)
+"""Keys that a schema of arguments may have besides its properties, if each argument is constrained separately."""
+
+
+def check_name(tool: CallableTool) -> None:
+    """Raises CannotBeHeld unless the tool's name can be written outside quotes."""
+    if re.fullmatch(r"[\w.:-]+", tool.name) is None:
+        raise CannotBeHeld(f"{tool.name!r} is not a valid function name in this model's format")
+
+
+def escaped(text: str) -> str:
+    """Escapes a text for a regular expression between slashes."""
+    return re.escape(text).replace("\\\n", r"\n").replace("/", r"\/")
+
+
+def quoted(text: str) -> str:
+    """Returns a text as a Lark literal."""
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,107 @@
+"""Decides how a request's output is parsed: the formats, where reasoning begins, and which tools may be called."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import penstock.v1 as pb
+from penstock.service.errors import invalid
+from penstock.service.parsers.base import AnswerParser, Schema
+from penstock.service.parsers.reasoning import REASONING_FORMATS
+from penstock.service.parsers.registry import make_parser, markers
+from penstock.service.requests.answer_formats import AnswerFormats, OutputFormats
+from penstock.service.requests.chat import content_text, shows_tools
+from penstock.service.requests.tool_choice import forces_call, parameters, unknown_format
+from penstock.service.text.tokenizer import Tokenizer
+from penstock.v1 import CONSTRAINT_START_FIRST_TOKEN
+
+_MAX_END_TOKENS = 64
+"""The number of tokens at the prompt's end in which the template may have opened reasoning."""
+_WITHOUT_TEXT = pb.OUTPUT_FORMAT_TOKEN_IDS
+
+
+def is_parsed(start: pb.GenerationStart) -> bool:
+    """Whether the output of a request is parsed."""
+    return start.output.parse_reasoning or start.output.parse_tool_calls
+
+
+class AnswerParsing:
+    """Makes the parsers of one served model's outputs."""
+
+    def __init__(self, tokenizer: Tokenizer, formats: AnswerFormats) -> None:
+        self._tokenizer = tokenizer
+        self._formats = formats
+
+    def check(self, start: pb.GenerationStart) -> None:
+        """Checks a request's options. Raises ServiceError."""
+        for name in ("parse_reasoning", "parse_tool_calls"):
+            if getattr(start.output, name) and start.output.format == _WITHOUT_TEXT:
+                raise invalid(f"output.{name}", "needs text; set output.format to one with text")
+        if not start.output.parse_tool_calls:
+            return
+        if not start.HasField("chat"):
+            raise invalid("output.parse_tool_calls", "needs chat, whose tools the model may call")
+        if shows_tools(start.chat) and self._formats.with_tools.tool is None:
+            raise unknown_format()
+
+    def parses(self, start: pb.GenerationStart) -> bool:
+        """Whether there is anything to parse in a request's output."""
+        return is_parsed(start) and self._of(start) != OutputFormats()
+
+    def parses_reasoning(self, start: pb.GenerationStart) -> bool:
+        """Whether reasoning is separated from a request's text."""
+        return self._of(start).reasoning is not None
+
+    def shown_ids(self, start: pb.GenerationStart) -> frozenset[int]:
+        """Returns the special tokens that the text must include for the parser."""
+        formats = self._of(start)
+        known = self._formats.special_tokens
+        return frozenset(known[marker] for marker in markers(formats.tool, formats.reasoning) if marker in known)
+
+    def parsers(
+        self, start: pb.GenerationStart, prompt: Sequence[int], *, is_constrained: bool
+    ) -> Sequence[AnswerParser]:
+        """Returns a parser for each choice of a request; none if its output is not parsed. ``prompt`` are the prompt's
+        tokens."""
+        if not self.parses(start):
+            return ()
+        formats = self._of(start)
+        in_reasoning = self._in_reasoning(start, formats.reasoning, prompt)
+        if is_constrained and start.constraint.start == CONSTRAINT_START_FIRST_TOKEN:
+            in_reasoning = False
+        chat = start.chat
+        new_parser = partial(
+            make_parser,
+            formats.tool,
+            formats.reasoning,
+            tools=_schemas(chat) if formats.tool is not None else {},
+            in_reasoning=in_reasoning,
+            parallel_calls=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
+            only_calls=forces_call(chat),
+        )
+        return [new_parser() for _ in range(start.sampling.n or 1)]
+
+    def _of(self, start: pb.GenerationStart) -> OutputFormats:
+        """Returns the formats that a request has parsed."""
+        with_tools, output = shows_tools(start.chat), start.output
+        formats = self._formats.of(with_tools=with_tools)
+        return OutputFormats(
+            formats.tool if output.parse_tool_calls and with_tools else None,
+            formats.reasoning if output.parse_reasoning else None,
+        )
+
+    def _in_reasoning(self, start: pb.GenerationStart, reasoning: str | None, prompt: Sequence[int]) -> bool:
+        """Whether the prompt has opened the reasoning."""
+        if reasoning is None:
+            return False
+        form, chat = REASONING_FORMATS[reasoning], start.chat
+        if chat.continue_final_message:
+            return form.is_open_in(content_text(chat.messages[-1]))
+        if start.HasField("chat") and chat.HasField("add_generation_prompt") and not chat.add_generation_prompt:
+            return False
+        end = self._tokenizer.decode(list(prompt[-_MAX_END_TOKENS:]), include_special_tokens=True)
+        return end.rstrip().endswith(form.opens)
+
+
+def _schemas(chat: pb.Chat) -> dict[str, Schema | None]:
+    """Returns the schema of each tool's arguments. Raises ServiceError."""
+    return {tool.function.name: parameters(index, tool.function) for index, tool in enumerate(chat.tools)}

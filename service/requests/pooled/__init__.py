@@ -1,0 +1,1 @@
+"""Requests for vectors, labels and scores: prompts without output."""
