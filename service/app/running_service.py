@@ -109,6 +109,7 @@ class RunningService:
             grammars=self.grammars,
             defaults=config.sampling_defaults,
             generates=config.generates,
+            auto_retain_s=conversations.return_times.retain_s,
         )
         warm_up = PrefixWarmer(engine, request_builder, conversations)
         open_prompts = OpenPromptConfig(warm_up, config.open_prompt_ttl_s, facts.max_model_len - 1)

@@ -96,13 +96,16 @@ class RequestBuilder:
         grammars: GrammarChecks,
         defaults: SamplingDefaults | None = None,
         generates: bool = True,
+        auto_retain_s: Callable[[str], float] = lambda _: 0.0,
     ) -> None:
         """``max_sequence_tokens`` is the maximum length of a choice with its prompt: the model's context or the KV
         cache's size, whichever is less. ``max_retain_s`` is the longest time for which KV can be retained, and the
         default for requests that continue others. ``max_drafts`` is the maximum number of draft tokens per choice and
         step. ``defaults`` are the model's sampling defaults. ``generates``: whether the model has an output head;
-        otherwise every request is refused."""
+        otherwise every request is refused. ``auto_retain_s`` returns how long KV is retained for a tenant in the mode
+        AUTO."""
         self._generates = generates
+        self._auto_retain_s = auto_retain_s
         self._validator = validator
         self._pool = pool
         self._tokenizer = pool.tokenizer
@@ -217,7 +220,7 @@ class RequestBuilder:
             tenant=origin.tenant,
             priority=start.priority,
             deadline=origin.deadline,
-            retain_s=self._retain_s(start),
+            retain_s=self._retain_s(start, origin.tenant),
             max_tokens_is_default=not start.sampling.HasField("max_tokens"),
             client_request_id=start.client_request_id,
             arrival=origin.arrival,
@@ -284,9 +287,11 @@ class RequestBuilder:
         left = max(1, self._max_sequence_tokens - num_prompt_tokens)
         return left if self._defaults.token_limit is None else min(left, self._defaults.token_limit)
 
-    def _retain_s(self, start: pb.GenerationStart) -> float:
+    def _retain_s(self, start: pb.GenerationStart, tenant: str) -> float:
         if start.HasField("retain_ms"):
             return min(start.retain_ms / 1000, self._max_retain_s)
+        if start.retain_mode == pb.RETAIN_MODE_AUTO:
+            return min(self._auto_retain_s(tenant), self._max_retain_s)
         return self._max_retain_s if start.continue_from else 0.0
 
     def _drafts(self, start: pb.GenerationStart) -> int:
