@@ -190,6 +190,13 @@ def in_an_admin_request(bad: Message, path: str) -> tuple[str, Message, str]:
     raise AssertionError(bad)
 
 
+def in_a_frame(bad: Any) -> pb.GenerateRequest:
+    """A frame of a stream, for the request whose prompt is open."""
+    if not isinstance(bad, pb.GenerationCancel):
+        bad.ref = OPEN
+    return pb.GenerateRequest(**{type(bad).__name__.removeprefix("Generation").lower(): bad})
+
+
 def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
     """The method that the message can be sent by, what is sent, and the path that is to be named."""
     start = pb.GenerationStart(text="hi")
@@ -227,17 +234,8 @@ def in_a_request(bad: Message, path: str) -> tuple[str, Message, str]:
         case pb.EmbedRequest() | pb.ClassifyRequest() | pb.ScoreRequest():
             complete(bad)
             return type(bad).__name__.removesuffix("Request"), bad, path
-        case pb.GenerationCancel():
-            return "Generate", pb.GenerateRequest(cancel=bad), path
-        case pb.GenerationUpdate():
-            bad.ref = OPEN
-            return "Generate", pb.GenerateRequest(update=bad), path
-        case pb.GenerationAppend():
-            bad.ref = OPEN
-            return "Generate", pb.GenerateRequest(append=bad), path
-        case pb.GenerationCommit():
-            bad.ref = OPEN
-            return "Generate", pb.GenerateRequest(commit=bad), path
+        case pb.GenerationCancel() | pb.GenerationUpdate() | pb.GenerationAppend() | pb.GenerationCommit():
+            return "Generate", in_a_frame(bad), path
         case _:
             return type(bad).__name__.removesuffix("Request"), bad, path
     return "GenerateOne", pb.GenerateOneRequest(start=start), path
@@ -249,7 +247,7 @@ def check(validator: Validator, message: Message, ids: Any, field: str) -> None:
     validator.check_ids(ids, field)
 
 
-async def refused_frame(service: Any, frame: pb.GenerateRequest) -> Any:
+async def refused_frame(service: Any, frame: Any) -> Any:
     """The status of a frame that is refused on a stream, whose live request goes on."""
     start = pb.GenerateRequest(start=pb.GenerationStart(ref=OPEN, open=True))
     call = service.generation.Generate()

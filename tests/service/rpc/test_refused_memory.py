@@ -153,7 +153,7 @@ class Sender:
 
 def message(method: str, start: pb.GenerationStart) -> bytes:
     kinds = {"Complete": pb.CompleteRequest, "GenerateOne": pb.GenerateOneRequest, "Generate": pb.GenerateRequest}
-    request = kinds[method](start=start)
+    request: Any = kinds[method](start=start)
     request.start.ref = 1
     return request.SerializeToString()
 
