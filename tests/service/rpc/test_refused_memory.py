@@ -155,7 +155,8 @@ def message(method: str, start: pb.GenerationStart) -> bytes:
     kinds = {"Complete": pb.CompleteRequest, "GenerateOne": pb.GenerateOneRequest, "Generate": pb.GenerateRequest}
     request: Any = kinds[method](start=start)
     request.start.ref = 1
-    return request.SerializeToString()
+    raw: bytes = request.SerializeToString()
+    return raw
 
 
 @pytest.mark.parametrize("num_refusals", [12, pytest.param(50, marks=pytest.mark.soak)])
