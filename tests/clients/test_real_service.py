@@ -203,7 +203,8 @@ async def test_injection(byte_tokenizer, content):
         events = await request.take()
         request.append(content)
         while not (injected := [event for event in events if isinstance(event, Injected)]):
-            assert (more := await request.take())
+            more = await request.take()
+            assert more, "the request ended"
             events += more
         request.update(max_tokens=injected[0].output_tokens + 10)
         events += [event async for event in request]
