@@ -101,8 +101,6 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
     load_tokenizer, facts = _find_tokenizer(tokenizer, config, checkpoint.spec.vocab_size, converted)
     if converted is not None:
         tokenizer = converted.file.parent
-    for warning in facts.warnings:
-        _log.warning("%s", warning)
     head, load_tokenizer = find_head(config, checkpoint, load_tokenizer)
     server = ServerConfig(
         model_name=config.model_name,
@@ -198,6 +196,11 @@ def _convert_tokenizer(path: Path, resources: ExitStack) -> ConvertedTokenizer |
     return convert_tokenizer(path, resources.enter_context(private_directory()))
 
 
+def _log_warnings(facts: TokenizerFacts) -> None:
+    for warning in facts.warnings:
+        _log.warning("%s", warning)
+
+
 def _find_tokenizer(
     path: Path, config: ServeConfig, num_rows: int, converted: ConvertedTokenizer | None
 ) -> tuple[Callable[[], Tokenizer], TokenizerFacts]:
@@ -213,7 +216,9 @@ def _find_tokenizer(
 
     if facts is None:
         tokenizer = read()
+        _log_warnings(tokenizer.facts)
         return lambda: tokenizer, tokenizer.facts
+    _log_warnings(facts)
 
     def load() -> Tokenizer:
         tokenizer = read()

@@ -27,7 +27,7 @@ from penstock.service.requests.idempotency import IdempotencyKeys
 from penstock.service.requests.lifecycle import RequestContext
 from penstock.service.requests.open_prompt import OpenPromptConfig
 from penstock.service.requests.pooled import PooledInputs
-from penstock.service.requests.warm_up import WarmUp
+from penstock.service.requests.warm_up import PromptWarmUp
 from penstock.service.rpc.classification import ClassificationService
 from penstock.service.rpc.embedding import EmbeddingService
 from penstock.service.rpc.generation import GenerationService
@@ -108,7 +108,7 @@ class RunningService:
             defaults=config.sampling_defaults,
             generates=config.generates,
         )
-        warm_up = WarmUp(engine, request_builder, conversations)
+        warm_up = PromptWarmUp(engine, request_builder, conversations)
         open_prompts = OpenPromptConfig(warm_up, config.open_prompt_ttl_s, facts.max_model_len - 1)
         request_context = RequestContext(
             engine, request_builder, telemetry, conversations, open_prompts, IdempotencyKeys()

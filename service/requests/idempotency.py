@@ -14,7 +14,7 @@ MAX_KEYS = 1 << 17
 
 
 @dataclass(slots=True)
-class _Use:
+class _KeyUse:
     request_id: str
     ended_at: float | None = None
 
@@ -24,8 +24,8 @@ class IdempotencyKeys:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._live: dict[tuple[str, str], _Use] = {}
-        self._ended: OrderedDict[tuple[str, str], _Use] = OrderedDict()
+        self._live: dict[tuple[str, str], _KeyUse] = {}
+        self._ended: OrderedDict[tuple[str, str], _KeyUse] = OrderedDict()
         """The keys of ended requests, the oldest first."""
 
     def begin(self, tenant: str, key: str, request_id: str) -> None:
@@ -36,7 +36,7 @@ class IdempotencyKeys:
             raise ServiceError(
                 Reason.DUPLICATE_REQUEST, field="idempotency_key", metadata={"request_id": used.request_id}
             )
-        self._live[tenant, key] = _Use(request_id)
+        self._live[tenant, key] = _KeyUse(request_id)
 
     def end(self, tenant: str, key: str, request_id: str, *, succeeded: bool) -> None:
         """Records the end of a request. The key of one that failed may be used again. Does nothing if the key is that

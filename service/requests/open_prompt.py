@@ -16,7 +16,7 @@ import penstock.v1 as pb
 from penstock.service.config.limits import MAX_CHAT_MESSAGES, MAX_TOOL_CALLS, chat_bytes
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
-from penstock.service.requests.warm_up import WarmUp
+from penstock.service.requests.warm_up import PromptWarmUp
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class OpenPromptBudget:
 class OpenPromptConfig:
     """What all open prompts of a service share."""
 
-    warm_up: WarmUp
+    warm_up: PromptWarmUp
     ttl_s: float = OPEN_PROMPT_TTL_S
     """The time after the last piece at which a prompt that was not committed ends."""
     max_ids: int = 1 << 20

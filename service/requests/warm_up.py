@@ -18,7 +18,7 @@ from penstock.service.text.detokenizer import IdsOnly
 _LAST_PRIORITY = 1000
 
 
-class WarmUp:
+class PromptWarmUp:
     """Runs warm-ups on one engine."""
 
     def __init__(self, engine: Engine, request_builder: RequestBuilder, contexts: ContextStore) -> None:

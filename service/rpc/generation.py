@@ -20,7 +20,7 @@ from penstock.service.config.limits import Validator
 from penstock.service.errors import Reason, ServiceError, StatusError, invalid, with_finished
 from penstock.service.requests.generate import ResponseMode
 from penstock.service.requests.lifecycle import RequestContext, RequestLifecycle
-from penstock.service.rpc.generate_stream import GenerateStream
+from penstock.service.rpc.frame_handler import FrameHandler
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
 from penstock.service.streaming.messages import fill_delta, fill_logprobs, single_message, stream_message
@@ -67,7 +67,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """Serves many requests, until the client half-closes and the last request has ended."""
         await context.send_initial_metadata(())
         outbox = self._new_outbox(context.write, stream_message, lambda held: stream.hold(held))  # noqa: PLW0108
-        stream = GenerateStream(self.new_request, outbox, self._validator)
+        stream = FrameHandler(self.new_request, outbox, self._validator)
         self._outboxes.add(outbox)
         outbox.begin_beats()
         reader = asyncio.create_task(stream.read(request_iterator))

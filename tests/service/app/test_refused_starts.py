@@ -8,7 +8,7 @@ import pytest
 import penstock.v1 as pb
 from penstock.scheduler.request import RefusalKind, Refused
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.rpc import generate_stream
+from penstock.service.rpc import frame_handler
 
 FOR_EVER_S = 60.0
 NUM_FREE = 4
@@ -17,13 +17,13 @@ NUM_FREE = 4
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
     """Refusals that cost no pause."""
-    monkeypatch.setattr(generate_stream, "MAX_REFUSED_IN_A_ROW", NUM_FREE)
+    monkeypatch.setattr(frame_handler, "MAX_REFUSED_IN_A_ROW", NUM_FREE)
 
 
 @pytest.fixture
 def endless_pauses(monkeypatch):
     """A stream that is paused at all does not end while the test waits."""
-    monkeypatch.setattr(generate_stream, "REFUSED_PAUSE_S", FOR_EVER_S)
+    monkeypatch.setattr(frame_handler, "REFUSED_PAUSE_S", FOR_EVER_S)
 
 
 def begin(ref, top_p=1.0, **fields):
@@ -37,7 +37,7 @@ def codes(reading):
 
 
 async def test_all_are_refused_one_by_one_and_slowly(start_service, new_reading, monkeypatch):
-    monkeypatch.setattr(generate_stream, "REFUSED_PAUSE_S", 0.02)
+    monkeypatch.setattr(frame_handler, "REFUSED_PAUSE_S", 0.02)
     service = await start_service()
     began = time.monotonic()
     frames = [*(begin(ref, top_p=2.0) for ref in range(1, 21)), begin(21)]
@@ -63,7 +63,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 async def test_other_refused_frames_count(start_service, new_reading, monkeypatch, what):
-    monkeypatch.setattr(generate_stream, "REFUSED_PAUSE_S", 0.02)
+    monkeypatch.setattr(frame_handler, "REFUSED_PAUSE_S", 0.02)
     service = await start_service(FakeExecutor(vocab_size=258, seconds_per_step=0.01))
     began = time.monotonic()
     bad = REFUSED[what]

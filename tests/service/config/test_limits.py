@@ -320,33 +320,6 @@ async def test_reliability_figure_11_no_bad_field_reaches_the_engine(start_servi
     assert service.engine.stats().steps == 0
 
 
-async def test_a_message_of_more_than_8_mib_ends_its_stream(start_service, new_reading):
-    """As the proto says. One of less is refused in band, by its field."""
-    service = await start_service()
-    start = pb.GenerationStart(ref=1, token_ids=pb.TokenIds(ids=[1] * ((8 << 20) - 100)))
-    reading = await new_reading().read(service.generation.Generate(iter([pb.GenerateRequest(start=start)])))
-    assert reading.outcomes[1].finished[0].status.message.startswith("token_ids.ids")
-    start.token_ids.ids.extend([1] * 200)
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await new_reading().read(service.generation.Generate(iter([pb.GenerateRequest(start=start)])))
-    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def test_metadata_is_refused_by_its_size_and_never_at_random(start_service):
-    service = await start_service()
-    request = pb.CompleteRequest(start=pb.GenerationStart(text="hi", sampling=pb.SamplingParams(max_tokens=1)))
-
-    async def outcomes(num_bytes: int) -> set[grpc.StatusCode]:
-        found = set()
-        for _ in range(3):
-            call = service.generation.Complete(request, metadata=(("x", "y" * num_bytes),))
-            found.add(await call.code())
-        return found
-
-    assert await outcomes(15_000) == {grpc.StatusCode.OK}
-    assert await outcomes(17_000) == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-
-
 def test_a_penalty_is_not_so_small_that_logits_overflow():
     validator = Validator(LIMITS)
     for value in (1e-38, 0.0099):

@@ -18,7 +18,7 @@ from penstock.service.errors import ServiceError
 from penstock.service.requests.generate import RequestBuilder
 from penstock.service.requests.lifecycle import RequestLifecycle
 from penstock.service.rpc import generation
-from penstock.service.rpc.generate_stream import GenerateStream
+from penstock.service.rpc.frame_handler import FrameHandler
 from penstock.service.streaming import messages
 from penstock.service.streaming.outbox import Outbox
 from penstock.service.telemetry.tracing import Telemetry
@@ -108,7 +108,7 @@ SEAMS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "writer": (Outbox, "_write_next", raises(Fault)),
     "writer is cancelled": (Outbox, "_write_next", raises(own_cancel)),
     "outbox": (Outbox, "run", raises(Fault)),
-    "stream": (GenerateStream, "_take", raises(Fault)),
+    "stream": (FrameHandler, "_take", raises(Fault)),
     "call": (generation.GenerationService, "new_request", raises(Fault)),
     "call is cancelled": (generation.GenerationService, "new_request", raises(own_cancel)),
     "authenticator": (identity.AllowAll, "authenticate", raises(Fault)),

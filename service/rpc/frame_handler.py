@@ -35,7 +35,7 @@ class NewRequest(Protocol):
         """``on_end`` is called after the request's end."""
 
 
-class GenerateStream:
+class FrameHandler:
     """The requests of one stream."""
 
     def __init__(self, new_request: NewRequest, outbox: Outbox, validator: Validator) -> None:
