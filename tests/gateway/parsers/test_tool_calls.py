@@ -50,7 +50,7 @@ TWO = {
     "harmony": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"a": 1}<|call|>'
     "<|start|>assistant to=functions.time<|channel|>commentary json<|message|>{}<|call|>",
 }
-TEXTS = {
+TEXTS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
     "hermes": [
         ("Let me see.\n" + ONE["hermes"] + "\nSo.", "Let me see.So.", [("weather", ARGUMENTS)]),
         ("a < b, <tool_box>", "a < b, <tool_box>", []),

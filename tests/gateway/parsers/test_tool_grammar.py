@@ -19,7 +19,7 @@ DICE = {
     "required": ["sides"],
     "additionalProperties": False,
 }
-TRIP = {
+TRIP: dict[str, Any] = {
     "type": "object",
     "properties": {
         "via": {"type": "array", "items": {"$ref": "#/$defs/place"}},
@@ -177,7 +177,7 @@ def test_text_in_which_calls_are_held(kind, one, reasoning, matching, shape_of):
     assert takes(f"{two} ok") or one
     assert not takes(f"so {call.replace('6', '60')}")
     assert not takes(f"so {call.replace('dice', 'cards')}", begins=True)
-    marker = re.match(r"[<\[][^>\]]*.", call)[0]
+    marker = re.split(r"(?<=[>\]])", call)[0]
     assert not takes(f"so {marker} is a marker", begins=True)
     if reasoning is not None:
         opens, closes = ("[THINK]", "[/THINK]") if reasoning == "mistral" else ("<think>", "</think>")
