@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from google.api import annotations_pb2, http_pb2  # type: ignore[import-untyped]
+from google.api import annotations_pb2, http_pb2
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.descriptor_pb2 import MethodOptions
 
