@@ -70,6 +70,8 @@ class Options(ChatOptions, total=False):
     continue_from: str | None
     """The id of a request that ended with ``may_continue``: this prompt is appended to its prompt and output."""
     retain_ms: int | None
+    retain_mode: str | None
+    """``auto``: the KV is retained for about as long as this tenant's requests take to return."""
     constraint: Mapping[str, object] | None
     """What the output must match: one of ``json_schema`` (a schema or its JSON text), ``any_json`` (True), ``regex``,
     ``lark``, ``gbnf`` and ``choices`` (texts)."""

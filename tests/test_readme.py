@@ -76,10 +76,12 @@ def test_the_python_call_streams_text(target: str) -> None:
         ("continue_from=first", r"\S"),
         ("AsyncClient", r" \d+\n.* \d+\n"),
         ("request.update", r"(LENGTH|STOP) after \d+ tokens, seed \d+"),
+        ("open_prompt", r"\S"),
+        ("Injected", r"\(\d+ tokens after \d+\)"),
         ("except RequestFailed", r"NOT_FOUND CONTEXT_NOT_FOUND False .*did you mean temperature\?"),
         ("LLM(", r"\S"),
     ],
-    ids=["client", "asyncio", "events", "errors", "library"],
+    ids=["client", "asyncio", "events", "pieces", "injection", "errors", "library"],
 )
 def test_the_examples_of_the_client_run(target: str, containing: str, printed: str) -> None:
     """Most sample without a seed, so that an answer may end at any token."""
@@ -88,7 +90,7 @@ def test_the_examples_of_the_client_run(target: str, containing: str, printed: s
 
 
 def test_every_example_of_the_client_is_run() -> None:
-    assert len(blocks(CLIENT, "python")) == 5
+    assert len(blocks(CLIENT, "python")) == 7
 
 
 def test_the_commands_for_batch_files_answer_every_line(target: str, tmp_path: Path) -> None:

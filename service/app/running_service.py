@@ -101,9 +101,8 @@ class RunningService:
         self._recent_stats = RecentStats(lambda: engine.counters, self._metrics)
         self._bound: Address | None = None
         telemetry = Telemetry(config.model_name, self._metrics)
-        self._validator = validator = Validator(
-            ModelLimits(tokenizer.vocab_size, facts.max_model_len, config.model_name)
-        )
+        limits = ModelLimits(tokenizer.vocab_size, facts.max_model_len, config.model_name)
+        self._validator = validator = Validator(limits)
         max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
         conversations = ContextStore(config.conversation_ttl_s, config.conversation_tokens)
         request_builder = RequestBuilder(
@@ -112,17 +111,16 @@ class RunningService:
             config.model_name,
             max_sequence_tokens,
             max_retain_s=conversations.ttl_s,
-            max_drafts=0 if config.speculation is None else config.speculation.num_speculative_tokens,
+            max_drafts=config.max_drafts,
             grammars=self.grammars,
             defaults=config.sampling_defaults,
             generates=config.generates,
             formats=formats,
+            auto_retain_s=conversations.return_times.retain_s,
         )
         warm_up = PrefixWarmer(engine, request_builder, conversations)
-        open_prompts = OpenPromptConfig(warm_up, config.open_prompt_ttl_s, facts.max_model_len - 1)
-        request_context = RequestContext(
-            engine, request_builder, telemetry, conversations, open_prompts, IdempotencyKeys()
-        )
+        prompts = OpenPromptConfig(warm_up, config.open_prompt_ttl_s, facts.max_model_len - 1)
+        request_context = RequestContext(engine, request_builder, telemetry, conversations, prompts, IdempotencyKeys())
         self.generation = GenerationService(request_context, validator, config.heartbeat_s)
         self.pooled_calls = PooledCalls(engine, telemetry)
         self._limits = CallLimits()

@@ -78,6 +78,11 @@ class ServerConfig:
     stats_interval_s: float = INTERVAL_S
     """The interval between log lines with the engine's statistics."""
 
+    @property
+    def max_drafts(self) -> int:
+        """The maximum number of draft tokens per choice and step."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens
+
     def configured(self) -> SchedulerConfig:
         """Returns the engine's configuration by the command line, with the tenants of the file as it is now."""
         if self.tenants is None:

@@ -158,6 +158,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "truncation_side": _SIDE,
         "open": _FLAG,
         "idempotency_key": _CLIENT_ID,
+        "retain_mode": Known(frozenset({0, 1})),
         "model": _MODEL,
     },
     "Constraint": {

@@ -61,10 +61,11 @@ def _harmony(lark: LarkGrammar) -> CallSyntax:
 
 
 def add_harmony_text(lark: LarkGrammar) -> None:
-    """Adds the rules of messages, of which the last is text or a call."""
+    """Adds the rules of messages, of which the last is text or a call. The prompt may have begun the first."""
+    begun = "earlier " if lark.shape.in_reasoning else ""
     between = "<|end|><|start|>assistant"
     lark.add_rules(
-        "start: (header earlier)* (header TEXT? | marked)",
+        f"start: {begun}(header earlier)* (header TEXT? | marked)",
         f'header: {lark.marker("<|channel|>")} ("analysis" | "commentary" | "final") {lark.marker("<|message|>")}',
         r"TEXT: /(?s:.+)/ & ~/(?s:.*)<\|(?s:.*)/",
     )

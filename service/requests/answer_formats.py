@@ -5,7 +5,7 @@ A template that renders a call in a conversation's history reveals the model's f
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage, TemplateToolCall
@@ -75,7 +75,7 @@ class AnswerFormats:
 
 def find_formats(tokenizer: Tokenizer, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> AnswerFormats:
     """Returns a model's formats. Each parser is the name of a format, or NONE, or AUTO, which renders the templates."""
-    shown_call = _shown_call(tokenizer)
+    shown_call = _shown_call(tokenizer, [_TOOL])
     tool = _named(
         tool_call_parser, next((name for name, call in _SHOWN_CALLS.items() if call.search(shown_call)), None)
     )
@@ -98,13 +98,14 @@ def _named(parser: str, detected: str | None) -> str | None:
     return None if parser == NONE else parser
 
 
-def _shown_call(tokenizer: Tokenizer, reasoning: str | None = None) -> str:
+def _shown_call(tokenizer: Tokenizer, tools: Sequence[Mapping[str, object]], reasoning: str | None = None) -> str:
+    """Returns a rendered conversation with a call."""
     history = [
         _QUESTION,
         TemplateMessage("assistant", None, [_CALL], reasoning=reasoning),
         TemplateMessage("tool", "answer", tool_call_id=_CALL.id, name=_CALL.name),
     ]
-    return _rendered(tokenizer, TemplateInput(history, tools=[_TOOL]))
+    return _rendered(tokenizer, TemplateInput(history, tools=tools))
 
 
 def _reasoning_format(tokenizer: Tokenizer, with_tools: bool) -> str | None:
@@ -113,7 +114,7 @@ def _reasoning_format(tokenizer: Tokenizer, with_tools: bool) -> str | None:
     variables: tuple[Mapping[str, object], ...] = ({}, {"enable_thinking": False})
     shown = [_rendered(tokenizer, TemplateInput([_QUESTION], tools=tools, variables=each)) for each in variables]
     # Others show only the reasoning before a call.
-    text = "".join([*shown, _shown_call(tokenizer, reasoning="thought")])
+    text = "".join([*shown, _shown_call(tokenizer, tools, reasoning="thought")])
     return next((name for name, form in REASONING_FORMATS.items() if form.opens in text), None)
 
 

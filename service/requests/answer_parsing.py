@@ -1,4 +1,5 @@
-"""Decides how a request's output is parsed: the formats, where reasoning begins, and which tools may be called."""
+"""Decides how a request's output is parsed: the formats, where reasoning begins and a constraint starts, and which tools
+may be called."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -7,10 +8,11 @@ import penstock.v1 as pb
 from penstock.service.errors import invalid
 from penstock.service.parsers.base import AnswerParser, Schema
 from penstock.service.parsers.reasoning import REASONING_FORMATS
-from penstock.service.parsers.registry import make_parser, markers
+from penstock.service.parsers.registry import AUTO, NONE, make_parser, markers
 from penstock.service.requests.answer_formats import AnswerFormats, OutputFormats
 from penstock.service.requests.chat import content_text, shows_tools
 from penstock.service.requests.tool_choice import forces_call, parameters, unknown_format
+from penstock.service.text.reasoning import Reasoning
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import CONSTRAINT_START_FIRST_TOKEN
 
@@ -30,6 +32,7 @@ class AnswerParsing:
     def __init__(self, tokenizer: Tokenizer, formats: AnswerFormats) -> None:
         self._tokenizer = tokenizer
         self._formats = formats
+        self._reasoning = _reasoning(tokenizer, formats.reasoning_parser)
 
     def check(self, start: pb.GenerationStart) -> None:
         """Checks a request's options. Raises ServiceError."""
@@ -80,6 +83,21 @@ class AnswerParsing:
         )
         return [new_parser() for _ in range(start.sampling.n or 1)]
 
+    def after_reasoning(self, grammar: str, start: pb.GenerationStart, prompt: list[int], max_tokens: int) -> str:
+        """Returns a grammar for the whole output, in which the constraint's ``grammar`` applies after the reasoning."""
+        reasoning, chat = self._reasoning, start.chat
+        if reasoning is None or start.constraint.start == CONSTRAINT_START_FIRST_TOKEN:
+            return grammar
+        if not start.HasField("chat"):
+            section = reasoning.after_text(self._tokenizer.decode(prompt, include_special_tokens=True))
+        elif chat.continue_final_message:
+            section = reasoning.after_message(content_text(chat.messages[-1]))
+        else:
+            end = self._tokenizer.decode(prompt[-_MAX_END_TOKENS:], include_special_tokens=True)
+            section = reasoning.after_template(end)
+        shows_marks = start.output.include_special_tokens or self.parses_reasoning(start)
+        return reasoning.grammar(grammar, section, max_tokens, shows_marks=shows_marks)
+
     def _of(self, start: pb.GenerationStart) -> OutputFormats:
         """Returns the formats that a request has parsed."""
         with_tools, output = shows_tools(start.chat), start.output
@@ -105,3 +123,10 @@ class AnswerParsing:
 def _schemas(chat: pb.Chat) -> dict[str, Schema | None]:
     """Returns the schema of each tool's arguments. Raises ServiceError."""
     return {tool.function.name: parameters(index, tool.function) for index, tool in enumerate(chat.tools)}
+
+
+def _reasoning(tokenizer: Tokenizer, parser: str) -> Reasoning | None:
+    """Returns where constraints begin, by the operator's choice of a reasoning parser; None: at the first token."""
+    if parser == AUTO:
+        return tokenizer.reasoning
+    return None if parser == NONE else tokenizer.reasoning.with_format(REASONING_FORMATS[parser])

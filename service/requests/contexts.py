@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from penstock.scheduler.request import Context
+from penstock.service.errors import Reason, ServiceError
+from penstock.service.requests.return_times import ReturnTimes
 
 HASH_BYTES = 32
 FULL_TENANTS = 16
@@ -30,6 +32,7 @@ class StoredContext:
     hashes: bytes
     """The concatenated hashes of its first full blocks."""
     since: float
+    was_continued: bool = False
 
     def unpacked(self) -> Context:
         hashes = [self.hashes[at : at + HASH_BYTES] for at in range(0, len(self.hashes), HASH_BYTES)]
@@ -88,6 +91,7 @@ class ContextStore:
         self._tenants: OrderedDict[str, TenantContexts] = OrderedDict()
         """The contexts by tenant, without empty groups; the least recently active tenant first."""
         self.num_tokens = 0
+        self.return_times = ReturnTimes()
 
     def __len__(self) -> int:
         return len(self._by_age)
@@ -118,6 +122,17 @@ class ContextStore:
             return None
         self._tenants[tenant].touch(request_id)
         self._tenants.move_to_end(tenant)
+        if not kept.was_continued:
+            kept.was_continued = True
+            self.return_times.add_return(tenant, self._clock() - kept.since)
+        return kept
+
+    def existing(self, request_id: str, tenant: str) -> StoredContext:
+        """Returns the context that a request continues. Raises ServiceError CONTEXT_NOT_FOUND where ``find`` returns
+        None."""
+        kept = self.find(request_id, tenant)
+        if kept is None:
+            raise ServiceError(Reason.CONTEXT_NOT_FOUND, field="continue_from")
         return kept
 
     def release(self, request_id: str, tenant: str) -> list[bytes] | None:

@@ -6,7 +6,6 @@ tokenizer's thread pool.
 
 import functools
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -17,33 +16,27 @@ from google.protobuf.message import Message
 import penstock.v1 as pb
 from penstock.kv.block_hash import tenant_salt
 from penstock.scheduler.plan import MAX_FORCED_DRAFTS, SamplingParams
-from penstock.scheduler.request import Change, Event, Prompt, Request, TextState
+from penstock.scheduler.request import Event, Prompt, Request, TextState
 from penstock.service.config.field_rules import Limit
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.parsers.base import AnswerParser
-from penstock.service.parsers.reasoning import REASONING_FORMATS
-from penstock.service.parsers.registry import AUTO, NONE
 from penstock.service.requests.answer_formats import AnswerFormats
 from penstock.service.requests.answer_parsing import AnswerParsing
-from penstock.service.requests.chat import check_chat, content_text, parse_chat, shows_tools
+from penstock.service.requests.chat import check_chat, parse_chat, shows_tools
 from penstock.service.requests.contexts import StoredContext
 from penstock.service.requests.cost import check_cost, too_expensive
-from penstock.service.requests.grammar_check import GrammarChecks
+from penstock.service.requests.grammar_check import GrammarChecks, check_constraint
 from penstock.service.requests.tool_choice import CallConstraints
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.text.detokenizer import IdsOnly, text_states
-from penstock.service.text.reasoning import Reasoning
-from penstock.service.text.tokenizer import Tokenizer, TokenizerPool
+from penstock.service.text.tokenizer import TokenizerPool
 from penstock.service.text.truncation import Truncation
-from penstock.v1 import CONSTRAINT_START_FIRST_TOKEN
 
 MAX_WHOLE_ANSWER = 512_000
 """The maximum size of a response in one message, in units of 8 bytes. It stays below the 4 MiB default limit of gRPC's
 clients, and leaves 96 KB for the other fields of 64 choices. A log-probability takes at most one unit."""
-_MAX_END_TOKENS = 64
-"""The number of tokens at the prompt's end in which the template may have opened reasoning."""
 _ID_BYTES = 3
 """The maximum size of an id below 2**21."""
 
@@ -78,16 +71,6 @@ def output_form(start: pb.GenerationStart) -> OutputForm:
     return _FORMS[start.output.format]
 
 
-def requested_change(update: pb.GenerationUpdate) -> Change:
-    """Returns the change that an update requests. The deadline counts from now."""
-    timeout_ms = _optional(update, "timeout_ms")
-    return Change(
-        priority=_optional(update, "priority"),
-        deadline=None if timeout_ms is None else time.monotonic() + timeout_ms / 1000,
-        max_tokens=_optional(update, "max_tokens"),
-    )
-
-
 class PreparedRequest(NamedTuple):
     """A request that is ready for the queue."""
 
@@ -112,13 +95,16 @@ class RequestBuilder:
         defaults: SamplingDefaults | None = None,
         generates: bool = True,
         formats: AnswerFormats | None = None,
+        auto_retain_s: Callable[[str], float] = lambda _: 0.0,
     ) -> None:
         """``max_sequence_tokens`` is the maximum length of a choice with its prompt: the model's context or the KV
         cache's size, whichever is less. ``max_retain_s`` is the longest time for which KV can be retained, and the
         default for requests that continue others. ``max_drafts`` is the maximum number of draft tokens per choice and
         step. ``defaults`` are the model's sampling defaults. ``generates``: whether the model has an output head;
-        otherwise every request is refused. ``formats`` are those of the model's outputs; by default none are known."""
+        otherwise every request is refused. ``formats`` are those of the model's outputs; by default none are known.
+        ``auto_retain_s`` returns how long KV is retained for a tenant in the mode AUTO."""
         self._generates = generates
+        self._auto_retain_s = auto_retain_s
         self._validator = validator
         self._pool = pool
         self._tokenizer = pool.tokenizer
@@ -131,7 +117,6 @@ class RequestBuilder:
         formats = AnswerFormats() if formats is None else formats
         self._parsing = AnswerParsing(pool.tokenizer, formats)
         self._calls = CallConstraints(formats)
-        self._reasoning = _reasoning(pool.tokenizer, formats.reasoning_parser)
 
     def check(self, start: pb.GenerationStart) -> None:
         """Makes all checks that are possible before the prompt is tokenized. Raises ServiceError. The prompt of a start
@@ -151,7 +136,7 @@ class RequestBuilder:
         if self._calls.applies(start):
             self._calls.check(start)
         elif start.HasField("constraint"):
-            _check_constraint(start)
+            check_constraint(start)
         self._parsing.check(start)
         sampling = start.sampling
         if sampling.HasField("max_tokens"):
@@ -251,34 +236,22 @@ class RequestBuilder:
             tenant=origin.tenant,
             priority=start.priority,
             deadline=origin.deadline,
-            retain_s=self._retain_s(start),
+            retain_s=self._retain_s(start, origin.tenant),
             max_tokens_is_default=not start.sampling.HasField("max_tokens"),
             client_request_id=start.client_request_id,
             arrival=origin.arrival,
             hash_salt=salt,
             max_drafts=self._drafts(start, grammar),
             measures_text=self._parsing.parses(start),
-            grammar=self._after_reasoning(grammar, start, prompt.token_ids, max_tokens),
+            grammar=self._whole_grammar(start, grammar, prompt.token_ids, max_tokens),
             grammar_end_ids=frozenset(self._tokenizer.eos_token_ids if grammar else ()),
         )
         return PreparedRequest(request, self._parsing.parsers(start, prompt.token_ids, is_constrained=bool(grammar)))
 
-    def _after_reasoning(self, grammar: str, start: pb.GenerationStart, prompt: list[int], max_tokens: int) -> str:
-        """Returns a grammar for the whole output, in which the constraint's ``grammar`` applies after the reasoning."""
-        reasoning, chat = self._reasoning, start.chat
-        if not grammar or reasoning is None or start.constraint.start == CONSTRAINT_START_FIRST_TOKEN:
+    def _whole_grammar(self, start: pb.GenerationStart, grammar: str, prompt: list[int], max_tokens: int) -> str:
+        if not grammar or self._calls.includes_reasoning(start):
             return grammar
-        if self._calls.includes_reasoning(start):
-            return grammar
-        if not start.HasField("chat"):
-            section = reasoning.after_text(self._tokenizer.decode(prompt, include_special_tokens=True))
-        elif chat.continue_final_message:
-            section = reasoning.after_message(content_text(chat.messages[-1]))
-        else:
-            end = self._tokenizer.decode(prompt[-_MAX_END_TOKENS:], include_special_tokens=True)
-            section = reasoning.after_template(end)
-        shows_marks = start.output.include_special_tokens or self._parsing.parses_reasoning(start)
-        return reasoning.grammar(grammar, section, max_tokens, shows_marks=shows_marks)
+        return self._parsing.after_reasoning(grammar, start, prompt, max_tokens)
 
     def _prompt(self, start: pb.GenerationStart, salt: bytes) -> Prompt:
         kind = start.WhichOneof("prompt")
@@ -322,9 +295,11 @@ class RequestBuilder:
         left = max(1, self._max_sequence_tokens - num_prompt_tokens)
         return left if self._defaults.token_limit is None else min(left, self._defaults.token_limit)
 
-    def _retain_s(self, start: pb.GenerationStart) -> float:
+    def _retain_s(self, start: pb.GenerationStart, tenant: str) -> float:
         if start.HasField("retain_ms"):
             return min(start.retain_ms / 1000, self._max_retain_s)
+        if start.retain_mode == pb.RETAIN_MODE_AUTO:
+            return min(self._auto_retain_s(tenant), self._max_retain_s)
         return self._max_retain_s if start.continue_from else 0.0
 
     def _drafts(self, start: pb.GenerationStart, grammar: str) -> int:
@@ -409,23 +384,6 @@ class RequestBuilder:
         sampling, with_specials = start.sampling, start.output.include_special_tokens
         shown_ids = self._parsing.shown_ids(start)
         return text_states(self._tokenizer, sampling.stop, with_specials, sampling.min_tokens, shown_ids)
-
-
-def _reasoning(tokenizer: Tokenizer, parser: str) -> Reasoning | None:
-    """Returns where constraints begin, by the operator's choice of a reasoning parser; None: at the first token."""
-    if parser == AUTO:
-        return tokenizer.reasoning
-    return None if parser == NONE else tokenizer.reasoning.with_format(REASONING_FORMATS[parser])
-
-
-def _check_constraint(start: pb.GenerationStart) -> None:
-    if start.constraint.WhichOneof("kind") is None:
-        if any(tool.function.strict for tool in start.chat.tools):
-            return  # only its beginning is set, for strict tools, which are ignored here
-        raise invalid("constraint", "set json_schema, any_json, regex, lark, gbnf or choices, or omit constraint")
-    for field in ("ignore_eos", "allowed_token_ids"):
-        if getattr(start.sampling, field):
-            raise invalid("constraint", f"not together with {field}; omit one of them")
 
 
 def _optional(message: Message, field: str) -> Any:

@@ -194,3 +194,14 @@ class GrammarChecks:
 
 def _size(answer: dict[str, str]) -> int:
     return _KNOWN_BYTES + sum(len(text) for text in answer.values())
+
+
+def check_constraint(start: pb.GenerationStart) -> None:
+    """Checks the fields of a request with a constraint. Raises ServiceError."""
+    if start.constraint.WhichOneof("kind") is None:
+        if any(tool.function.strict for tool in start.chat.tools):
+            return  # only its beginning is set, for strict tools, which are ignored here
+        raise invalid("constraint", "set json_schema, any_json, regex, lark, gbnf or choices, or omit constraint")
+    for field in ("ignore_eos", "allowed_token_ids"):
+        if getattr(start.sampling, field):
+            raise invalid("constraint", f"not together with {field}; omit one of them")

@@ -41,18 +41,11 @@ from penstock.service.errors import (
     to_status,
 )
 from penstock.service.requests.contexts import ContextStore, StoredContext
-from penstock.service.requests.generate import (
-    Origin,
-    PreparedRequest,
-    RequestBuilder,
-    ResponseMode,
-    output_form,
-    requested_change,
-)
+from penstock.service.requests.generate import Origin, PreparedRequest, RequestBuilder, ResponseMode, output_form
 from penstock.service.requests.idempotency import IdempotencyKeys
 from penstock.service.requests.injection import Injections, Refuse
 from penstock.service.requests.open_prompt import OpenPrompt, OpenPromptConfig
-from penstock.service.requests.preparation import preparation_limit, unqueued_end
+from penstock.service.requests.preparation import preparation_limit, requested_change, unqueued_end
 from penstock.service.streaming.messages import accepted_message, finished_message, injected_message
 from penstock.service.streaming.outbox import RequestReceiver
 from penstock.service.streaming.parsed_output import ParsingReceiver
@@ -239,12 +232,8 @@ class RequestLifecycle:
             self._request_context.engine.hold(self.request_id, held)
 
     def _context(self) -> StoredContext | None:
-        if not self._continues:
-            return None
-        kept = self._request_context.conversations.find(self._continues, self._tenant)
-        if kept is None:
-            raise ServiceError(Reason.CONTEXT_NOT_FOUND, field="continue_from")
-        return kept
+        conversations = self._request_context.conversations
+        return conversations.existing(self._continues, self._tenant) if self._continues else None
 
     async def _enter(
         self,
@@ -257,8 +246,7 @@ class RequestLifecycle:
             request, parsers = await self._prepared(start, context, origin)
             del start, context
             if parsers:
-                self._receiver = ParsingReceiver(self._receiver, parsers)
-            self._form = self._form._replace(parsed=bool(parsers))
+                self._receiver, self._form = ParsingReceiver(self._receiver, parsers), self._form._replace(parsed=True)
             if after is not None and not after.done():
                 await asyncio.wait({after}, timeout=ORDER_WAIT_S)
             request.deadline = self._deadline

@@ -1,11 +1,19 @@
-"""The preparation of a request: its time limit, and its end if it ends before the engine has it."""
+"""The preparation of a request: its time limit, its end if it ends before the engine has it, and changes until then."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from penstock.scheduler.request import EngineFinishReason, Request, RequestFinished, RequestTimings, TokenUsage
+import penstock.v1 as pb
+from penstock.scheduler.request import (
+    Change,
+    EngineFinishReason,
+    Request,
+    RequestFinished,
+    RequestTimings,
+    TokenUsage,
+)
 from penstock.service.errors import Reason, ServiceError
 
 
@@ -28,3 +36,13 @@ def unqueued_end(
     usage = TokenUsage(prompt_tokens=0 if request is None else request.num_prompt_tokens)
     total_us = round((time.monotonic() - arrival) * 1e6)
     return RequestFinished(reason, usage, RequestTimings(total_us=total_us), message)
+
+
+def requested_change(update: pb.GenerationUpdate) -> Change:
+    """Returns the change that an update requests. The deadline counts from now."""
+    has = update.HasField
+    return Change(
+        priority=update.priority if has("priority") else None,
+        deadline=time.monotonic() + update.timeout_ms / 1000 if has("timeout_ms") else None,
+        max_tokens=update.max_tokens if has("max_tokens") else None,
+    )

@@ -10,7 +10,7 @@ from dataclasses import replace
 import penstock.v1 as pb
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.request import EngineFinishReason, Event, Refused, Request, RequestFinished
-from penstock.service.errors import Reason, ServiceError, from_refusal
+from penstock.service.errors import from_refusal
 from penstock.service.requests.contexts import ContextStore
 from penstock.service.requests.generate import Origin, RequestBuilder
 from penstock.service.text.detokenizer import IdsOnly
@@ -43,8 +43,8 @@ class PrefixWarmer:
             _allow_any_output(only.chat)
         self._request_builder.check(only)
         context = None
-        if start.continue_from and (context := self._contexts.find(start.continue_from, tenant)) is None:
-            raise ServiceError(Reason.CONTEXT_NOT_FOUND, field="continue_from")
+        if start.continue_from:
+            context = self._contexts.existing(start.continue_from, tenant)
         origin = Origin(request_id, tenant, time.monotonic(), deadline)
         prepared = await self._request_builder.prepare(only, origin, lambda _: None, context=context)
         return replace(prepared.request, make_text=IdsOnly, priority=_LAST_PRIORITY, max_drafts=0, is_warm_up=True)

@@ -283,6 +283,10 @@ def test_the_synchronous_client(real_on_a_thread):
     with Client(real_on_a_thread.target) as client:
         assert client.complete("hello", max_tokens=5).text == letters(5, 5)
         assert "".join(piece.text for piece in client.stream("hello", max_tokens=5)) == letters(5, 5)
+        with client.open_prompt("he", max_tokens=5) as request:
+            request.append("llo")
+            request.commit()
+            assert request.completion().text == letters(5, 5)
 
 
 def test_the_tools(tool, real_on_a_thread, tmp_path):

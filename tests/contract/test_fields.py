@@ -19,6 +19,8 @@ IDS_AND_NAMES = {
     "for_request_id",
     "forget_tenants",
     "hash",
+    "idempotency_key",
+    "model",
     "next_page_token",
     "page_token",
     "parent_hash",
@@ -43,7 +45,9 @@ HARMLESS = {
     "Model.labels",
     "Model.name",
     "Model.quantization",
+    "Model.reasoning_parser",
     "Model.speculation",
+    "Model.tool_call_parser",
     "Model.version",
     # Numbers that are no tokens, and roles.
     "ChatMessage.role",

@@ -25,6 +25,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RetainMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RetainModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RetainMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RETAIN_MODE_UNSPECIFIED: _RetainMode.ValueType  # 0
+    """Means the default of `retain_ms`."""
+    RETAIN_MODE_AUTO: _RetainMode.ValueType  # 1
+    """By how soon the tenant's requests continue others: twice the time within which 95 % of the last 64 did, at least 2 s
+    and at most `--conversation-ttl`; 20 s while fewer than 8 have. For agents, which mostly return within seconds.
+    """
+
+class RetainMode(_RetainMode, metaclass=_RetainModeEnumTypeWrapper):
+    """How the time is chosen for which the KV cache of a context is kept."""
+
+RETAIN_MODE_UNSPECIFIED: RetainMode.ValueType  # 0
+"""Means the default of `retain_ms`."""
+RETAIN_MODE_AUTO: RetainMode.ValueType  # 1
+"""By how soon the tenant's requests continue others: twice the time within which 95 % of the last 64 did, at least 2 s
+and at most `--conversation-ttl`; 20 s while fewer than 8 have. For agents, which mostly return within seconds.
+"""
+Global___RetainMode: _TypeAlias = RetainMode  # noqa: Y015
+
 class _FrameKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -280,6 +304,7 @@ class GenerationStart(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
     RETAIN_MS_FIELD_NUMBER: _builtins.int
+    RETAIN_MODE_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
@@ -321,6 +346,8 @@ class GenerationStart(_message.Message):
     that continue it, in milliseconds: 0 to 86,400,000, and at most `--conversation-ttl`. Blocks that are evicted
     nevertheless are computed again. Default: `--conversation-ttl` if `continue_from` is set, otherwise 0.
     """
+    retain_mode: Global___RetainMode.ValueType
+    """How that time is chosen if `retain_ms` is not set. Default: that of `retain_ms`."""
     max_draft_tokens: _builtins.int
     """The maximum number of tokens drafted for a choice in one step: 0 (off) to 32. Drafts change when tokens arrive,
     never which tokens. Default and upper limit: what the service drafts, and at least 16 with a `constraint`.
@@ -381,6 +408,7 @@ class GenerationStart(_message.Message):
         traceparent: _builtins.str = ...,
         client_request_id: _builtins.str = ...,
         retain_ms: _builtins.int | None = ...,
+        retain_mode: Global___RetainMode.ValueType = ...,
         constraint: _constraint_pb2.Constraint | None = ...,
         max_draft_tokens: _builtins.int | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
@@ -391,7 +419,7 @@ class GenerationStart(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "constraint", b"constraint", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "client_request_id", b"client_request_id", "constraint", b"constraint", "continue_from", b"continue_from", "idempotency_key", b"idempotency_key", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "open", b"open", "output", b"output", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "retain_ms", b"retain_ms", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "client_request_id", b"client_request_id", "constraint", b"constraint", "continue_from", b"continue_from", "idempotency_key", b"idempotency_key", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "open", b"open", "output", b"output", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "retain_mode", b"retain_mode", "retain_ms", b"retain_ms", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015

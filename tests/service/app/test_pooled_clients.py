@@ -19,6 +19,7 @@ from penstock.models.checkpoint.info import HeadActivation
 from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.models.errors import ModelError
 from penstock.scheduler.plan import Pooling
+from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.testing.fake_worker import vector_of
 from penstock.service.app.prepare import prepare
 from penstock.service.config.command_line import parse_config
@@ -49,6 +50,13 @@ class TestClients:
             with pytest.raises(RequestFailed, match="dimensions: at most 8") as failed:
                 await client.embed("ab", dimensions=9)
             assert failed.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+    async def test_vectors_of_several_messages_are_one_answer(self, start_service):
+        service = await start_service(FakeExecutor(vocab_size=258, hidden_size=1 << 17))
+        async with AsyncClient(service.target) as client:
+            answer = await client.embed([[1], [2], [3]], normalize=False)
+        assert answer.vectors == [list(memoryview(vector_of([each], 1 << 17)).cast("f")) for each in (1, 2, 3)]
+        assert (answer.usage.prompt_tokens, len(answer.request_id)) == (3, 26)
 
     async def test_synchronous(self, start_service):
         service = await start_service()

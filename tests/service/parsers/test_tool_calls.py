@@ -50,7 +50,7 @@ TWO = {
     "harmony": '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"a": 1}<|call|>'
     "<|start|>assistant to=functions.time<|channel|>commentary json<|message|>{}<|call|>",
 }
-TEXTS = {
+TEXTS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
     "hermes": [
         ("Let me see.\n" + ONE["hermes"] + "\nSo.", "Let me see.So.", [("weather", ARGUMENTS)]),
         ("a < b, <tool_box>", "a < b, <tool_box>", []),
@@ -116,6 +116,30 @@ TEXTS = {
         ("[weather(a=1) time()]", "time()]", [("weather", '{"a": 1}')]),
         ("time()", "time()", []),
     ],
+    # Values that are not of the schema's type.
+    "qwen3_coder": [
+        ("<function=time><parameter=a>three</parameter></function>", "", [("time", '{"a": "three"}')]),
+        ("<function=time><parameter=a>None</parameter></function>", "", [("time", '{"a": null}')]),
+        ("<function=time><parameter=a>1e999</parameter></function>", "", [("time", '{"a": 1e999}')]),
+        ("<function=weather><parameter=days>[1, None, 'x']</parameter></function>", "",
+         [("weather", '{"days": [1, null, "x"]}')]),
+        ("<function=weather><parameter=days>[NaN]</parameter></function>", "", [("weather", '{"days": "[NaN]"}')]),
+        ("<function=weather><parameter=days>[open('x')]</parameter></function>", "",
+         [("weather", '{"days": "[open(\'x\')]"}')]),
+        (f"<function=weather><parameter=days>{'[' * 99999}</parameter></function>", "",
+         [("weather", f'{{"days": "{"[" * 99999}"}}')]),
+        ("<function=ns.find><parameter=b>1</parameter></function>", "", [("ns.find", '{"b": "1"}')]),
+        ("<function=nope><parameter=b>1</parameter></function>",
+         "<function=nope><parameter=b>1</parameter></function>", []),
+    ],
+    "glm45": [
+        ("<tool_call>time<arg_key>a</arg_key><arg_value>3 or 4</arg_value></tool_call>", "",
+         [("time", '{"a": "3 or 4"}')]),
+        ("<tool_call>nope</tool_call>", "<tool_call>nope</tool_call>", []),
+    ],
+    "gemma4": [("<|tool_call>call:weather{city:Köln am Rhein}<tool_call|>", "",
+                [("weather", '{"city": "Köln am Rhein"}')])],
+    "harmony": [("<|channel|>final<|message|>a<|end|>\n<|start|>user<|message|>b", "a\n<|start|>user<|message|>b", [])],
 }  # fmt: skip
 CASES = [(name, *case) for name, cases in TEXTS.items() for case in cases]
 CASES += [(name, text, "", [("weather", ARGUMENTS)]) for name, text in ONE.items()]
@@ -268,7 +292,7 @@ def cut(draw, texts=answers):
 
 
 @every_format
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(answer=cut(), reasoning=st.sampled_from([None, *REASONING_FORMATS]), in_reasoning=st.booleans())
 def test_any_cut_of_a_text_gives_the_same_answer(tool_format, answer, reasoning, in_reasoning):
     text, parts = answer
@@ -282,7 +306,7 @@ def squeezed(text):
 
 
 @every_format
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(text=answers)
 @example(text='<tool_call>{"name": "time", "arguments": {"a": ]}}')
 @example(text='[TOOL_CALLS]é{"a": ')
@@ -308,6 +332,6 @@ def test_no_text_is_lost(tool_format, text):
 @every_format
 def test_long_answers_take_time_in_proportion(tool_format):
     """A hundred thousand letters, one at a time, of each kind: what is held back must not be read again and again."""
-    for text in ("word " * 5000, '{"name": "' * 3000, "<tool_call>" * 2000, ONE.get(tool_format or "", "") * 200):
+    for text in ("word " * 5000, '{"name": "' * 3000, "<tool_call>" * 2000, ONE.get(tool_format or "", "") * 100):
         content, _, calls, _ = take_apart(text, tool_format)
         assert content or calls or not text

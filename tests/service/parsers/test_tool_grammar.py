@@ -19,7 +19,7 @@ DICE = {
     "required": ["sides"],
     "additionalProperties": False,
 }
-TRIP = {
+TRIP: dict[str, Any] = {
     "type": "object",
     "properties": {
         "via": {"type": "array", "items": {"$ref": "#/$defs/place"}},
@@ -177,7 +177,7 @@ def test_text_in_which_calls_are_held(kind, one, reasoning, matching, shape_of):
     assert takes(f"{two} ok") or one
     assert not takes(f"so {call.replace('6', '60')}")
     assert not takes(f"so {call.replace('dice', 'cards')}", begins=True)
-    marker = re.match(r"[<\[][^>\]]*.", call)[0]
+    marker = re.split(r"(?<=[>\]])", call)[0]
     assert not takes(f"so {marker} is a marker", begins=True)
     if reasoning is not None:
         opens, closes = ("[THINK]", "[/THINK]") if reasoning == "mistral" else ("<think>", "</think>")
@@ -325,15 +325,18 @@ def test_messages_of_harmony(opened, matching, shape_of):
     assert not forced(thought + call.replace("6", "60"))
     assert not forced(thought + call.replace("dice", "cards"))
     assert not forced(thought + "<|channel|>final<|message|>Hello")
-    if opened:
-        return
-    free = matching.of(text_grammar("harmony", TOOLS, one=False, shape=shape_of("pythonic")))
+    free = matching.of(text_grammar("harmony", TOOLS, one=False, shape=shape))
     final = "<|channel|>final<|message|>Hello"
-    for text in (final, call, thought + final, thought + call, thought + thought + "<|channel|>commentary<|message|>"):
+    for text in (thought + final, thought + call, thought + opens + "so<|end|><|start|>assistant" + call):
         assert free(text), text
+    for text in (final, call):
+        assert free(text) != opened, text
     assert not free(thought + call.replace("6", "60"))
-    assert not free(call.replace("dice", "cards"))
-    assert take_apart([thought + call], "harmony", "harmony", tools=SCHEMAS)[1] == "I <b>think</b>."
+    assert not free(thought + call.replace("dice", "cards"))
+    _, reasoning, [[_, name, _]], _ = take_apart(
+        [thought + call], "harmony", "harmony", tools=SCHEMAS, in_reasoning=opened
+    )
+    assert (reasoning, name) == ("I <b>think</b>.", "dice")
 
 
 @pytest.mark.parametrize(

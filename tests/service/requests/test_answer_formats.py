@@ -52,7 +52,8 @@ def tokenizer_with(tmp_path):
         (LLAMA, "llama3_json"),
         (MISTRAL, "mistral"),
         (PYTHONIC, "pythonic"),
-        (QWEN_CODER, None),
+        (QWEN_CODER, "qwen3_coder"),
+        ("<call>{{ f.name }}</call>", None),
         ("", None),
     ],
 )

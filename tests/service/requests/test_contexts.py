@@ -8,6 +8,7 @@ import pytest
 from penstock.scheduler.request import Context
 from penstock.service.requests import contexts as conversations
 from penstock.service.requests.contexts import FULL_TENANTS, ContextStore
+from penstock.service.requests.return_times import MAX_TENANTS, NUM_KEPT, NUM_NEEDED, SHORTEST_S, UNKNOWN_S, ReturnTimes
 
 
 class Clock:
@@ -178,3 +179,29 @@ def test_books_balance_whatever_happens(make, clock):
     kept.find("x", "a")
     assert not kept._tenants
     assert kept.num_tokens == 0
+
+
+def test_return_times_decide_how_long_kv_is_retained():
+    now = [0.0]
+    contexts = ContextStore(600.0, 10_000, clock=lambda: now[0])
+    assert contexts.return_times.retain_s("a") == UNKNOWN_S
+    for number in range(NUM_NEEDED):
+        contexts.keep(str(number), "a", Context([1, 2], []), wanted=True)
+        now[0] += 3.0
+        assert contexts.find(str(number), "a") is not None
+        now[0] += 50.0
+        assert contexts.find(str(number), "a") is not None  # only the first return counts
+    assert contexts.return_times.retain_s("a") == 6.0
+    assert contexts.return_times.retain_s("b") == UNKNOWN_S
+
+
+def test_return_times_of_the_last_returns_and_tenants_only():
+    times = ReturnTimes()
+    for _ in range(NUM_KEPT):
+        times.add_return("a", 100.0)
+    for _ in range(NUM_KEPT):
+        times.add_return("a", 0.1)
+    assert times.retain_s("a") == SHORTEST_S
+    for number in range(MAX_TENANTS):
+        times.add_return(str(number), 1.0)
+    assert times.retain_s("a") == UNKNOWN_S

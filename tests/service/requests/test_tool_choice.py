@@ -130,7 +130,7 @@ async def complete(service, start):
 
 async def test_over_a_socket(service):
     """Which of an output's parts is where, by what is asked for."""
-    model = await service.model.GetModel(pb.GetModelRequest())
+    model = (await service.model.GetModel(pb.GetModelRequest())).model
     assert (model.tool_call_parser, model.reasoning_parser) == ("hermes", "think")
     choice, finished = await complete(service, start_of(tool(), output=BOTH))
     (call,) = choice.tool_calls
@@ -150,7 +150,7 @@ async def test_over_a_socket(service):
 
 
 async def test_every_choice_is_parsed_on_a_stream(service):
-    start = start_of(tool(), output=BOTH, sampling=pb.SamplingParams(n=3, temperature=1, seed=5))
+    start = start_of(tool(), ref=1, output=BOTH, sampling=pb.SamplingParams(n=3, temperature=1, seed=5))
     stream = service.generation.Generate(iter([pb.GenerateRequest(start=start)]))
     deltas, usage = [], pb.Usage()
     async for message in stream:
@@ -172,14 +172,20 @@ async def test_every_choice_is_parsed_on_a_stream(service):
     ("start", "field"),
     [
         (pb.GenerationStart(text="x", output=BOTH), "output.parse_tool_calls"),
-        (start_of(output=pb.OutputOptions(parse_reasoning=True, format=2)), "output.parse_reasoning"),
-        (start_of(output=pb.OutputOptions(parse_tool_calls=True, format=2)), "output.parse_tool_calls"),
+        (
+            start_of(output=pb.OutputOptions(parse_reasoning=True, format=pb.OUTPUT_FORMAT_TOKEN_IDS)),
+            "output.parse_reasoning",
+        ),
+        (
+            start_of(output=pb.OutputOptions(parse_tool_calls=True, format=pb.OUTPUT_FORMAT_TOKEN_IDS)),
+            "output.parse_tool_calls",
+        ),
         (start_of(tool(), function="other"), "chat.tool_choice"),
         (start_of(mode=REQUIRED), "chat.tool_choice"),
         (start_of(tool(), mode=9), "chat.tool_choice.mode"),
         (start_of(tool(parameters={"not": {}}), mode=REQUIRED), "chat.tools[0].function.parameters_json"),
         (start_of(tool(parameters={"not": {}}), tool("b"), mode=REQUIRED), "chat.tools"),
-        (start_of(constraint=pb.Constraint(start=1)), "constraint"),
+        (start_of(constraint=pb.Constraint(start=pb.CONSTRAINT_START_FIRST_TOKEN)), "constraint"),
     ],
 )
 async def test_bad_input_is_refused_by_name(service, details_of, start, field):

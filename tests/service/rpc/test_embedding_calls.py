@@ -136,14 +136,6 @@ async def test_a_call_keeps_only_the_requested_dimensions_of_its_vectors(start_s
 class TestSlowReaders:
     """Their vectors wait in memory, of which all calls together have so much."""
 
-    async def test_a_failure_after_some_vectors_is_the_status(self, start_service):
-        service = await start_service(paced(0.01, hidden_size=1 << 15), SchedulerConfig(max_num_seqs=1))
-        call = service.embedding.Embed(request(*[[1]] * 1000), timeout=1.0)
-        assert (await call.read()).embeddings
-        error = await failure(rest(call))
-        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await until(lambda: is_idle(service))
-
     async def test_the_largest_call_of_the_tenant_with_the_most_ends(self, start_service, monkeypatch):
         """And no other: 3 MiB of one tenant wait to be read, and then 19 MiB of another."""
         monkeypatch.setattr(pooled_calls, "MAX_KEPT_BYTES", 12 << 20)
@@ -234,3 +226,12 @@ class TestEnds:
         error = await failure(embed(service, request([13], [14])))
         assert details_of(error)["ErrorInfo"].reason == "KILLED_WORKER"
         assert len((await good).embeddings) == 26
+
+    async def test_a_failure_after_some_vectors_is_the_status(self, start_service, details_of):
+        executor = paced(0.01, hidden_size=1 << 15, kills=lambda row: row.history[0] == 13)
+        service = await start_service(executor, SchedulerConfig(max_num_seqs=1))
+        call = service.embedding.Embed(request(*[[1]] * 20, [13], [1]))
+        assert len((await call.read()).embeddings) == 7
+        error = await failure(rest(call))
+        assert details_of(error)["ErrorInfo"].reason == "KILLED_WORKER"
+        await until(lambda: is_idle(service))

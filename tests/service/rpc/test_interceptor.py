@@ -5,6 +5,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+import penstock.v1 as pb
 from penstock.service.auth.identity import BearerAuthenticator
 from penstock.service.transport import call_limits
 
@@ -76,3 +77,30 @@ async def test_what_is_open_to_everyone_does_not_wait_for_ever(start_service, pa
     error = await failure(channel.stream_stream(path)())
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "0.01 s" in error.details()
+
+
+async def test_a_message_of_more_than_8_mib_ends_its_stream(start_service, new_reading):
+    """As the proto says. One of less is refused in band, by its field."""
+    service = await start_service()
+    start = pb.GenerationStart(ref=1, token_ids=pb.TokenIds(ids=[1] * ((8 << 20) - 100)))
+    reading = await new_reading().read(service.generation.Generate(iter([pb.GenerateRequest(start=start)])))
+    assert reading.outcomes[1].finished[0].status.message.startswith("token_ids.ids")
+    start.token_ids.ids.extend([1] * 200)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await new_reading().read(service.generation.Generate(iter([pb.GenerateRequest(start=start)])))
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_metadata_is_refused_by_its_size_and_never_at_random(start_service):
+    service = await start_service()
+    request = pb.CompleteRequest(start=pb.GenerationStart(text="hi", sampling=pb.SamplingParams(max_tokens=1)))
+
+    async def outcomes(num_bytes: int) -> set[grpc.StatusCode]:
+        found = set()
+        for _ in range(3):
+            call = service.generation.Complete(request, metadata=(("x", "y" * num_bytes),))
+            found.add(await call.code())
+        return found
+
+    assert await outcomes(15_000) == {grpc.StatusCode.OK}
+    assert await outcomes(17_000) == {grpc.StatusCode.RESOURCE_EXHAUSTED}

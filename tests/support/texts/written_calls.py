@@ -1,6 +1,7 @@
 """Calls as models of each family write them."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 
@@ -75,7 +76,7 @@ def write_calls(kind: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
 
 
 _SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-_WRITERS: dict[str, Any] = {
+_WRITERS: dict[str, tuple[Callable[[str, dict[str, Any]], str], str, str, str]] = {
     "qwen3_coder": (_qwen3_coder, "\n", "", ""),
     "glm45": (_glm45, "\n", "", ""),
     "minimax_m2": (_minimax_m2, "", "<minimax:tool_call>\n", "</minimax:tool_call>"),
