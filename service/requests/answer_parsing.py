@@ -1,5 +1,5 @@
-"""Decides how a request's output is parsed: the formats, where reasoning begins and a constraint starts, and which tools
-may be called."""
+"""Decides how a request's output is parsed: the formats, where reasoning begins, where a constraint starts, and which
+tools may be called."""
 
 from collections.abc import Sequence
 from functools import partial

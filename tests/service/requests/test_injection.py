@@ -7,8 +7,10 @@ import pytest
 from wire.frames import TEXT, append, begin, chat, commit, paced
 
 import penstock.v1 as pb
+from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.requests.generate import RequestBuilder
 from penstock.service.requests.injection import MAX_WAITING_INJECTIONS
+from penstock.service.text.tokenizer import Tokenizer
 
 
 class TestInjection:
@@ -143,3 +145,59 @@ class TestInjection:
         assert {refused[2] for refused in stream.refused} == {"PREPARATION_FULL"}
         await stream.finished()
         assert sum(event.injected_tokens for event in stream.injected) == MAX_WAITING_INJECTIONS
+
+
+TEMPLATE = (
+    "{{ tools or '' }}{% for m in messages %}<|turn|>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
+)
+THOUGHT = "Hm, " * 40 + "so"
+SAID = f'{THOUGHT}</think>Well. <tool_call>{{"name": "look", "arguments": {{"at": "x"}}}}</tool_call>'.encode()
+TOOL = pb.Tool(function=pb.FunctionTool(name="look"))
+MARK = b"#"
+
+
+class TestParsedOutput:
+    """The parser of an output goes on after an injection."""
+
+    @pytest.fixture
+    async def stream(self, open_frames, write_tokenizer, tmp_path):
+        """A stream to a model that says the same whatever it is asked, and whatever is injected."""
+        begins: dict[int, int] = {}
+
+        def say(history, sampling):
+            said = history[begins.setdefault(sampling.seed, len(history)) :]
+            return [*SAID, 256][min(len(said) - list(said).count(MARK[0]), len(SAID))]
+
+        executor = FakeExecutor(vocab_size=258, seconds_per_step=0.005, next_token=say)
+        return await open_frames(executor, tokenizer=Tokenizer(write_tokenizer(tmp_path, TEMPLATE)))
+
+    async def test_reasoning_and_calls_are_whole(self, stream):
+        form = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
+        output = pb.OutputOptions(format=form, parse_reasoning=True, parse_tool_calls=True, logprobs=0)
+        sampling = pb.SamplingParams(seed=3, temperature=0)
+        await stream.send(begin(chat=chat("Look.", tools=[TOOL]), output=output, sampling=sampling))
+        await stream.until(lambda: len(stream.outcome().token_ids) > 10)
+        await stream.send(append(text=MARK.decode() * 2))
+        finished = await stream.finished()
+        [event] = stream.injected
+        assert event.injected_tokens == 2
+        assert finished.reason == pb.FINISH_REASON_TOOL_CALLS
+        assert finished.usage.reasoning_tokens == len(THOUGHT)
+        deltas = [delta for message in stream.reading.messages for delta in message.deltas]
+        assert "".join(delta.reasoning for delta in deltas) == THOUGHT
+        assert "".join(delta.text for delta in deltas) == "Well."
+        calls = [call for delta in deltas for call in delta.tool_calls]
+        assert "".join(call.arguments_json for call in calls) == '{"at": "x"}'
+        assert [token for delta in deltas for token in delta.token_ids] == [*SAID, 256]
+
+    async def test_not_into_a_forced_call(self, stream):
+        forced = pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED)
+        await stream.send(
+            begin(chat=chat("Look.", tools=[TOOL], tool_choice=forced), sampling=pb.SamplingParams(seed=3))
+        )
+        await stream.until(lambda: stream.outcome().accepted)
+        await stream.send(append(text="#"))
+        await stream.until(lambda: stream.refused)
+        assert stream.refused == [("APPEND", 1, "NOT_INJECTABLE")]

@@ -48,6 +48,25 @@ class TestOpenPrompt:
         whole = await stream.whole(chat=pb.Chat(messages=messages))
         assert stream.outcome().token_ids == whole.choices[0].token_ids
 
+    async def test_parts_of_contents_count_in_all_pieces(self, open_frames):
+        stream = await open_frames()
+        message = pb.ChatMessage(role="user", content_parts=[pb.ContentPart(text="x")] * 128)
+        many = pb.Chat(messages=[message] * 32)
+        await stream.send(begin(open=True, chat=chat("x")), append(chat=many), append(chat=pb.Chat(messages=[message])))
+        await stream.until(lambda: stream.refused)
+        assert stream.refused == [("APPEND", 1, "INVALID_FIELD")]
+
+    async def test_options_of_a_chat_are_those_of_the_start(self, open_frames):
+        stream = await open_frames()
+        options = {"tool_choice": pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_NONE), "parallel_tool_calls": False}
+        options |= {"template_variables_json": "{}"}
+        await stream.send(begin(open=True, chat=chat("x")))
+        await stream.send(*(append(chat=chat("y", **{name: value})) for name, value in options.items()))
+        await stream.until(lambda: len(stream.refused) == len(options))
+        statuses = [refused.status for message in stream.reading.messages for refused in message.frames_refused]
+        named = [stream.details_of(status)["BadRequest"].field_violations[0].field for status in statuses]
+        assert named == [f"chat.{name}" for name in options]
+
     async def test_pieces_are_taken_back(self, open_frames):
         stream = await open_frames()
         await stream.send(begin(open=True, text="The cat"), append(text=" sad"), append(text=" on"))

@@ -168,6 +168,11 @@ async def test_every_choice_is_parsed_on_a_stream(service):
     assert usage.reasoning_tokens == 3 * len("Hm.")
 
 
+async def test_a_prompt_is_computed_ahead_without_its_constraint(service):
+    start = start_of(tool(parameters={"not": {}}), mode=REQUIRED)
+    assert (await service.generation.Prefetch(pb.PrefetchRequest(start=start))).prompt_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("start", "field"),
     [
