@@ -36,7 +36,7 @@ async def formats(start_gateway, tokenizer_with, template, body=None, **settings
         (LLAMA, "llama3_json"),
         (MISTRAL, "mistral"),
         (PYTHONIC, "pythonic"),
-        (QWEN_CODER, None),
+        (QWEN_CODER, "qwen3_coder"),
         ("", None),
     ],
 )
