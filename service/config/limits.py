@@ -288,7 +288,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "truncation_side": _SIDE,
     },
     "GetModelRequest": {"model": _MODEL, "tenant": _TENANT},
-    "ListModelsRequest": {"page_size": Number(0, 1000), "page_token": Text(1, 64)},
+    "ListModelsRequest": {"page_size": _UINT32, "page_token": Text(1, 64)},
     "TokenizeRequest": {
         "model": _MODEL,
         "text": Text(0, MAX_TEXT_BYTES),

@@ -96,7 +96,7 @@ class ListModelsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """The maximum number of models in the page: 1 to 1,000. Default, also for 0: 100."""
+    """The maximum number of models in the page. More than 1,000 means 1,000. Default: 100."""
     page_token: _builtins.str
     """The `next_page_token` of the page before, at most 64 bytes; the other fields are the same as then. INVALID_ARGUMENT
     for any other. Default: the first page.

@@ -151,6 +151,8 @@ async def send(service: Any, method: str, request: Any) -> None:
         await getattr(service.classification, method)(request)
     elif method == "Embed":
         await service.embedding.Embed(request).read()
+    elif method == "Release":
+        await service.generation.Release(request)
     elif method in ("GetModel", "ListModels"):
         await getattr(service.model, method)(request)
     elif hasattr(service.admin, method):

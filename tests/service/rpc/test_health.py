@@ -90,7 +90,7 @@ async def test_a_failed_worker_replacement_is_final_and_reported_on_streams(star
     await call.write(pb.GenerateRequest(cancel=pb.GenerationCancel()))
     await until(lambda: service.server._running.generation._outboxes)
     executor.die()
-    while (await call.read()).heartbeat.state != pb.SERVICE_STATE_DRAINING:
+    while (await call.read()).heartbeat.state != pb.SERVICE_STATE_FAILED:
         pass
     await call.write(begin())
     [finished] = (await call.read()).finished
