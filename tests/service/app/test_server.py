@@ -64,9 +64,11 @@ class TestItself:
             await call.write(request(file_containing_symbol=name))
             found = (await call.read()).file_descriptor_response.file_descriptor_proto
             files = [descriptor_pb2.FileDescriptorProto.FromString(each) for each in found]
-            pool = descriptor_pool.DescriptorPool()
-            for file in reversed(files):
+            pool, added = descriptor_pool.DescriptorPool(), set[str]()
+            while left := [file for file in files if file.name not in added]:
+                file = next(file for file in left if added.issuperset(file.dependency))
                 pool.Add(file)
+                added.add(file.name)
             assert pool.FindServiceByName(name).methods
         await call.done_writing()
 
