@@ -19,7 +19,7 @@ class MarkedCallParser(ToolCallParser):
     call_opens: str
     call_closes: str
     separator: str
-    """What follows a call's name, or what is before it."""
+    """The marker after a call's kind or name, before the rest of it."""
 
     @classmethod
     def markers(cls) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from penstock.clients import (
     RequestFailed,
     StreamBroken,
     Unreachable,
-    client as client_module,
 )
 from penstock.clients.events import collect
 from penstock.clients.stream import MAX_EVENTS_WAITING
