@@ -170,7 +170,7 @@ def _scripted(tokenizer: Tokenizer, scheduler: SchedulerConfig | None = None, **
     async def serve() -> None:
         http = HttpProcess(Address("127.0.0.1"), [])
         engine = Engine(FakeExecutor(vocab_size=258, next_token=say, seconds_per_step=0.002), config)
-        parsers = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
+        parsers: dict[str, Any] = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
         given = ServerConfig(SCRIPTED_NAME, "127.0.0.1:0", scheduler=config, **parsers, **settings)
         server = Server(given, engine, lambda: tokenizer, http)
         loop, done = asyncio.get_running_loop(), asyncio.Event()

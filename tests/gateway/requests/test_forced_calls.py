@@ -68,8 +68,8 @@ def serve_demo(
         def serve(shown: str, parser: str) -> str:
             path = tmp_path_factory.mktemp("template") / "template.jinja"
             path.write_text(TEMPLATE.replace("CALL", SHOWN[shown]))
-            flags = (f"--chat-template={path}", "--backend=reference", "--max-model-len=2048")
-            flags = (*flags, f"--tool-call-parser={parser}")
+            flags = [f"--chat-template={path}", "--backend=reference", "--max-model-len=2048"]
+            flags.append(f"--tool-call-parser={parser}")
             target: str = stack.enter_context(start_serving(*flags)).target
             return target
 

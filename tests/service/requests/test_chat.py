@@ -167,7 +167,8 @@ def test_parts_are_refused_by_name():
         error = refusal(pb.Chat(messages=[QUESTION, message]))
         assert (error.reason, error.field) == (Reason.INVALID_FIELD, place)
     for name in ("image", "audio"):
-        part = pb.ContentPart(**{name: pb.MediaContent(mime_type="x/y", data=b"x")})
+        part = pb.ContentPart()
+        getattr(part, name).CopyFrom(pb.MediaContent(mime_type="x/y", data=b"x"))
         chat = pb.Chat(messages=[QUESTION, pb.ChatMessage(role="user", content_parts=[*parts("x"), part])])
         with pytest.raises(ServiceError) as refused:
             Validator(ModelLimits(258, 4096)).check(pb.GenerationStart(chat=chat))

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 import grpc
 import pytest
@@ -58,7 +59,8 @@ class TestOpenPrompt:
 
     async def test_options_of_a_chat_are_those_of_the_start(self, open_frames):
         stream = await open_frames()
-        options = {"tool_choice": pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_NONE), "parallel_tool_calls": False}
+        mode = pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_NONE)
+        options: dict[str, Any] = {"tool_choice": mode, "parallel_tool_calls": False}
         options |= {"template_variables_json": "{}"}
         await stream.send(begin(open=True, chat=chat("x")))
         await stream.send(*(append(chat=chat("y", **{name: value})) for name, value in options.items()))
