@@ -18,7 +18,6 @@ from penstock.clients import (
     RequestFailed,
     StreamBroken,
     Unreachable,
-    client as client_module,
 )
 from penstock.clients.events import collect
 from penstock.clients.stream import MAX_EVENTS_WAITING
@@ -97,7 +96,7 @@ async def test_an_update_before_the_start_is_part_of_it(client, service):
 
 
 async def test_a_new_timeout_applies_to_an_unresponsive_service(client, monkeypatch):
-    monkeypatch.setattr(client_module, "_DEADLINE_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("penstock.clients.request_stream._DEADLINE_GRACE_SECONDS", 0.0)
     async with client.generate("silent", timeout=120) as request:
         taking = asyncio.create_task(request.take())
         await asyncio.sleep(0)

@@ -139,11 +139,11 @@ async def test_inputs_of_embeddings_keep_their_first_tokens(service):
         return pb.EmbedRequest(inputs=[pb.EmbedInput(text=text), ids], **fields)
 
     for side, kept in ((None, "abc"), (RIGHT, "abc"), (LEFT, "def")):
-        cut = await service.embedding.Embed(request("abcdef", truncate_prompt_tokens=3, truncation_side=side))
+        cut = await service.embedding.Embed(request("abcdef", truncate_prompt_tokens=3, truncation_side=side)).read()
         assert cut.usage.prompt_tokens == 6
-        assert cut.embeddings == (await service.embedding.Embed(request(kept))).embeddings
+        assert cut.embeddings == (await service.embedding.Embed(request(kept)).read()).embeddings
     context = service.engine.facts.max_model_len
-    long = await service.embedding.Embed(request("x" * (context + 9), truncate_prompt_tokens=-1))
+    long = await service.embedding.Embed(request("x" * (context + 9), truncate_prompt_tokens=-1)).read()
     assert long.usage.prompt_tokens == 2 * context
 
 
