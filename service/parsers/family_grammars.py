@@ -50,8 +50,7 @@ def _kimi_k2(lark: LarkGrammar) -> CallSyntax:
 
 
 def _harmony(lark: LarkGrammar) -> CallSyntax:
-    """A call ends the answer. It is written as the template shows it, where only special tokens of the template are
-    known."""
+    """A call ends the answer. It is written as the template shows it."""
 
     def write(lark: LarkGrammar, rule: str, tool: CallableTool) -> str:
         check_name(tool)

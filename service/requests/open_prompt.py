@@ -28,7 +28,7 @@ _PROMPT_BYTES = 4 << 10
 """The memory of an open prompt besides its pieces, and a part of it that each piece has."""
 _PIECE_BYTES = 100
 _ID_BYTES = 4
-_REST = 10
+_REST = 4
 """A warm-up is followed by a rest that is this many times as long as the tokenizer worked for it, because each one
 tokenizes the whole prompt."""
 

@@ -126,8 +126,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchResponse:
         start = _required(request)
-        self._validator.check(request)
         tenant, warm_up = self._charged_tenant(start.tenant), self._request_context.open_prompts.warm_up
+        self._validator.check(request)
         time_left_s = context.time_remaining()
         deadline = None if time_left_s is None else time.monotonic() + time_left_s
         prepared = await warm_up.prepare(start, current_request_id.get(), tenant, deadline)
@@ -142,8 +142,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         )
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+        tenant = self._charged_tenant(request.tenant)  # first: a refusal counts too
         self._validator.check(request)
-        tenant = self._charged_tenant(request.tenant)
         unknown: list[str] = []
         for request_id in request.request_ids:
             hashes = self._request_context.conversations.release(request_id, tenant)

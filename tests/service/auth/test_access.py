@@ -223,6 +223,8 @@ def _naming(tenant, method):
     fields: dict[str, object] = {"ref": 1, "text": "hi"} if "start" in request.fields_by_name else {}
     if "inputs" in request.fields_by_name:
         fields = {"inputs": [{"text": "hi"}]}
+    if "request_ids" in request.fields_by_name:
+        fields = {"request_ids": ["R"]}
     if "tenant" in request.fields_by_name:
         named = fields | {"tenant": tenant}
     elif "start" in request.fields_by_name:

@@ -136,7 +136,7 @@ async def test_every_kind_of_request_has_its_operation(metered, scrape):
         pb.CompleteRequest(start=pb.GenerationStart(chat=chat, sampling=pb.SamplingParams(max_tokens=2)))
     )
     embed = pb.EmbedRequest(inputs=[pb.EmbedInput(text="hi")])
-    await EmbeddingServiceStub(metered.channel).Embed(embed)
+    await EmbeddingServiceStub(metered.channel).Embed(embed).read()
     value = await scrape()
     for operation in ("chat", "embeddings"):
         labels = GENAI | {"gen_ai_operation_name": operation}

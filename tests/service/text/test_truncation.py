@@ -138,15 +138,12 @@ async def test_inputs_of_embeddings_keep_their_first_tokens(service):
         ids = pb.EmbedInput(token_ids=pb.TokenIds(ids=text.encode()))
         return pb.EmbedRequest(inputs=[pb.EmbedInput(text=text), ids], **fields)
 
-    async def embed(message):
-        return await service.embedding.Embed(message).read()
-
     for side, kept in ((None, "abc"), (RIGHT, "abc"), (LEFT, "def")):
-        cut = await embed(request("abcdef", truncate_prompt_tokens=3, truncation_side=side))
+        cut = await service.embedding.Embed(request("abcdef", truncate_prompt_tokens=3, truncation_side=side)).read()
         assert cut.usage.prompt_tokens == 6
-        assert cut.embeddings == (await embed(request(kept))).embeddings
+        assert cut.embeddings == (await service.embedding.Embed(request(kept)).read()).embeddings
     context = service.engine.facts.max_model_len
-    long = await embed(request("x" * (context + 9), truncate_prompt_tokens=-1))
+    long = await service.embedding.Embed(request("x" * (context + 9), truncate_prompt_tokens=-1)).read()
     assert long.usage.prompt_tokens == 2 * context
 
 
