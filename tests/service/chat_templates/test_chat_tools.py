@@ -250,8 +250,10 @@ def test_no_special_token_comes_about_with_the_templates_text(text, load):
 
 def test_a_value_that_the_template_asks_for_reaches_it_as_it_is(load):
     """Though it be a part of a special token."""
-    template = "{% if effort == 'start' %}hard{% endif %}{% for t in tools %}{{ t.function.end }}{% endfor %}"
-    chat = chat_of([QUESTION], [{"function": {"end": "of"}}], {"effort": "start"})
+    template = (
+        "{% if effort == 'start' %}hard{% endif %}{% for t in tools %}{{ t.function.parameters.end }}{% endfor %}"
+    )
+    chat = chat_of([QUESTION], [{"function": {"name": "x", "parameters": {"end": "of"}}}], {"effort": "start"})
     assert text_of(load(template), chat) == "hardof"
 
 
