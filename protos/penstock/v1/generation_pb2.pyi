@@ -295,29 +295,31 @@ class GenerationStart(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
-    CONTINUE_FROM_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FROM_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     RETAIN_MS_FIELD_NUMBER: _builtins.int
     RETAIN_MODE_FIELD_NUMBER: _builtins.int
-    CONSTRAINT_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
-    OPEN_FIELD_NUMBER: _builtins.int
-    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The client's number for the request on a Generate stream: at least 1, unique among the live requests of its stream,
     and reusable after `finished`. Required for Generate. Ignored by GenerateOne and Complete, where 0 means none.
     """
     text: _builtins.str
     """Plain text, tokenized by the server. Special tokens spelled in it are ordinary text. At most 4 MiB of UTF-8."""
+    model: _builtins.str
+    """The name of the model; see GetModelRequest.model. Default: the only model."""
     continue_from: _builtins.str
     """The `request_id` of a finished request of the same tenant to continue: its context (the prompt and the output that
     was sent) precedes this prompt and need not be sent again. Its `finished.may_continue` was true, and the service
@@ -326,6 +328,11 @@ class GenerationStart(_message.Message):
     holds only the new messages; what the template puts after the last answer precedes them (FAILED_PRECONDITION if the
     template does not show answers unchanged). All limits apply to context and prompt together. At most 64 bytes.
     Default: none.
+    """
+    open: _builtins.bool
+    """Whether more of the prompt follows by `append`. The service computes what has arrived while it waits for the rest.
+    The output begins after `commit`. An open prompt to which nothing is appended for `--open-prompt-ttl` (default 60 s)
+    ends with DEADLINE_EXCEEDED. Only for Generate. Default: false.
     """
     timeout_ms: _builtins.int
     """The deadline of the request, in milliseconds from its arrival: 1 to 86,400,000. Default: the deadline of the call
@@ -341,6 +348,11 @@ class GenerationStart(_message.Message):
     """The W3C trace context: 55 bytes, "00-<trace id>-<span id>-<flags>" in lower-case hex. Default: the call's metadata."""
     client_request_id: _builtins.str
     """The caller's own id, at most 128 bytes of printable ASCII. Echoed in `accepted` and in logs, never used as a key."""
+    idempotency_key: _builtins.str
+    """The caller's key for this attempt, at most 128 bytes of printable ASCII. A request with the key of another request
+    of the same tenant that is live, or that ended well within the last 10 minutes, is ALREADY_EXISTS; the metadata of
+    the ErrorInfo has the other's `request_id`. So a gateway that repeats a call pays only once. Default: none.
+    """
     retain_ms: _builtins.int
     """How long the KV cache of this request's context is kept after its end in preference to ordinary cache, for requests
     that continue it, in milliseconds: 0 to 86,400,000, and at most `--conversation-ttl`. Blocks that are evicted
@@ -360,18 +372,6 @@ class GenerationStart(_message.Message):
     """
     truncation_side: _prompt_pb2.TruncationSide.ValueType
     """The end of the prompt that `truncate_prompt_tokens` cuts. Default: TRUNCATION_SIDE_LEFT (keeps the last tokens)."""
-    open: _builtins.bool
-    """Whether more of the prompt follows by `append`. The service computes what has arrived while it waits for the rest.
-    The output begins after `commit`. An open prompt to which nothing is appended for `--open-prompt-ttl` (default 60 s)
-    ends with DEADLINE_EXCEEDED. Only for Generate. Default: false.
-    """
-    idempotency_key: _builtins.str
-    """The caller's key for this attempt, at most 128 bytes of printable ASCII. A request with the key of another request
-    of the same tenant that is live, or that ended well within the last 10 minutes, is ALREADY_EXISTS; the metadata of
-    the ErrorInfo has the other's `request_id`. So a gateway that repeats a call pays only once. Default: none.
-    """
-    model: _builtins.str
-    """The name of the model; see GetModelRequest.model. Default: the only model."""
     @_builtins.property
     def token_ids(self) -> _prompt_pb2.TokenIds:
         """Token ids, each below the vocabulary size. See TokenIds for their number."""
@@ -399,23 +399,23 @@ class GenerationStart(_message.Message):
         text: _builtins.str = ...,
         token_ids: _prompt_pb2.TokenIds | None = ...,
         chat: _prompt_pb2.Chat | None = ...,
-        continue_from: _builtins.str = ...,
+        model: _builtins.str = ...,
         sampling: _sampling_pb2.SamplingParams | None = ...,
         output: _output_pb2.OutputOptions | None = ...,
+        constraint: _constraint_pb2.Constraint | None = ...,
+        continue_from: _builtins.str = ...,
+        open: _builtins.bool = ...,
         timeout_ms: _builtins.int | None = ...,
         priority: _builtins.int | None = ...,
         tenant: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         client_request_id: _builtins.str = ...,
+        idempotency_key: _builtins.str = ...,
         retain_ms: _builtins.int | None = ...,
         retain_mode: Global___RetainMode.ValueType = ...,
-        constraint: _constraint_pb2.Constraint | None = ...,
         max_draft_tokens: _builtins.int | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
         truncation_side: _prompt_pb2.TruncationSide.ValueType = ...,
-        open: _builtins.bool = ...,
-        idempotency_key: _builtins.str = ...,
-        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "constraint", b"constraint", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
