@@ -135,7 +135,7 @@ class PrefillAdder:
         """Returns whether something other than room keeps the sequence from beginning. Later sequences need not wait
         for that."""
         live = sequence.live
-        if live.held:
+        if live.held or sequence.to_inject:
             return True
         if not self._context.bisector.may_run(live.request.request_id):
             live.timeline.waits(sequence.index, HoldCause.SUSPECT)

@@ -143,9 +143,12 @@ class ContextStore:
         if kept is None or kept.tenant != tenant:
             return None
         self._drop(request_id)
-        others = self._tenants[tenant].values() if tenant in self._tenants else ()
-        num_shared = max((_num_common(kept.hashes, other.hashes) for other in others), default=0)
-        return kept.unpacked().block_hashes[num_shared:]
+        first = kept.hashes[:HASH_BYTES]
+        others = self._tenants[tenant].values() if first and tenant in self._tenants else ()
+        sharing = (other.hashes for other in others if other.hashes.startswith(first))
+        num_shared = max((_num_common(kept.hashes, hashes) for hashes in sharing), default=0)
+        hashes = kept.hashes
+        return [hashes[at : at + HASH_BYTES] for at in range(num_shared * HASH_BYTES, len(hashes), HASH_BYTES)]
 
     def _expire(self) -> None:
         oldest = self._clock() - self.ttl_s

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import penstock.v1 as pb
 from penstock.scheduler.loop.engine import Engine
+from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.request import Refused
 from penstock.service.errors import Reason, ServiceError, from_refusal
 from penstock.service.requests.generate import RequestBuilder
@@ -21,13 +22,19 @@ Refuse = Callable[[ServiceError], None]
 class Injections:
     """The appends of one request that are not in its history yet. Each is injected or refused."""
 
-    def __init__(self, engine: Engine, request_builder: RequestBuilder, request_id: str) -> None:
+    def __init__(
+        self, engine: Engine, request_builder: RequestBuilder, request_id: str, start: pb.GenerationStart
+    ) -> None:
+        """``start`` is that of the request."""
+        self._takes_any = start.sampling.n <= 1 and not start.HasField("constraint")
+        """Whether tokens may be injected; calls that are forced are known only when the prompt is prepared."""
         self._engine = engine
         self._request_builder = request_builder
         self._request_id = request_id
         self._last: asyncio.Task[None] | None = None
         """Tokenizes the newest append, and waits for those before it."""
-        self._num_waiting = 0
+        self._waiting: dict[asyncio.Task[None], Refuse] = {}
+        """The appends that the engine does not have yet, the oldest first."""
         self._with_engine: list[Refuse] = []
         """One for each append that the engine has accepted, and not injected yet."""
         self._is_closed = False
@@ -37,12 +44,22 @@ class Injections:
     ) -> None:
         """Injects the content of ``append`` after ``preparation``, which puts the request into the queue. Calls
         ``refuse`` once, perhaps later, if it cannot be injected."""
-        if self._num_waiting == MAX_WAITING_INJECTIONS:
-            refuse(ServiceError(Reason.PREPARATION_FULL, "too many appends wait to be tokenized; try again"))
+        try:
+            if not self._takes_any:
+                raise ServiceError(Reason.NOT_INJECTABLE)
+            if len(self._waiting) == MAX_WAITING_INJECTIONS:
+                raise ServiceError(Reason.PREPARATION_FULL, "too many appends wait to be tokenized; try again")
+            self._engine.charge(tenant, Rated.TOKENIZER_CALL)
+        except ServiceError as error:
+            refuse(error)
             return
-        self._num_waiting += 1
+        except Refused as error:
+            refuse(from_refusal(error))
+            return
         before = [task for task in (self._last, preparation) if task is not None]
         self._last = asyncio.create_task(self._inject(append, tenant, refuse, before))
+        self._waiting[self._last] = refuse
+        self._last.add_done_callback(lambda task: self._waiting.pop(task, None))
 
     def injected(self) -> None:
         """Records that the engine has injected everything that it had accepted."""
@@ -51,9 +68,11 @@ class Injections:
     def close(self) -> None:
         """Refuses what is not injected, because the request has ended."""
         self._is_closed = True
-        for refuse in self._with_engine:
+        for refuse in (*self._with_engine, *self._waiting.values()):
             refuse(ServiceError(Reason.UNKNOWN_REF))
         self._with_engine.clear()
+        for task in self._waiting:
+            task.cancel()
 
     async def _inject(
         self, append: pb.GenerationAppend, tenant: str, refuse: Refuse, before: "list[asyncio.Task[None]]"
@@ -66,12 +85,12 @@ class Injections:
             before.clear()  # or each task would keep all earlier ones
             self._submit(token_ids, refuse)
         except ServiceError as error:
-            refuse(error)
+            if not self._is_closed:  # otherwise it was refused already
+                refuse(error)
         except Exception as error:
             _log.error("request %s: internal error", self._request_id, exc_info=error)
-            refuse(ServiceError(Reason.INTERNAL))
-        finally:
-            self._num_waiting -= 1
+            if not self._is_closed:
+                refuse(ServiceError(Reason.INTERNAL))
 
     def _submit(self, token_ids: list[int], refuse: Refuse) -> None:
         """Raises ServiceError."""
@@ -82,7 +101,8 @@ class Injections:
             if not self._engine.inject(self._request_id, token_ids):
                 raise ServiceError(Reason.UNKNOWN_REF)
         except BaseException as error:
-            self._with_engine.remove(refuse)
+            if not self._is_closed:
+                self._with_engine.remove(refuse)
             if isinstance(error, Refused):
                 raise from_refusal(error) from None
             raise

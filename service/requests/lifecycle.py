@@ -123,7 +123,7 @@ class RequestLifecycle:
         """Updates that arrived before that."""
         self._open: OpenPrompt | None = None
         """The prompt, until it is committed."""
-        self._injections = Injections(request_context.engine, request_context.request_builder, request_id)
+        self._injections = Injections(request_context.engine, request_context.request_builder, request_id, start)
         self._idempotency_key = start.idempotency_key
         self._held = False
         self._refusal: ServiceError | None = None

@@ -5,6 +5,7 @@ Knows neither streams nor the life of a request.
 
 import asyncio
 import logging
+import sys
 import time
 from array import array
 from collections import Counter
@@ -26,7 +27,9 @@ MAX_OPEN_BYTES = 64 << 20
 """The memory of all open prompts; a tenant may have half of it."""
 _PROMPT_BYTES = 4 << 10
 """The memory of an open prompt besides its pieces, and a part of it that each piece has."""
-_PIECE_BYTES = 100
+_PIECE_BYTES = 150
+_MESSAGE_BYTES = 1 << 10
+"""The memory of a chat message besides its texts."""
 _ID_BYTES = 4
 _REST = 4
 """A warm-up is followed by a rest that is this many times as long as the tokenizer worked for it, because each one
@@ -113,7 +116,9 @@ class OpenPrompt:
         self._pieces: list[Piece] = [""] if kind is None else [_piece(start, kind)]
         self._sizes = [_size(self._pieces[0])]
         self._total = self._sizes[0]
-        config.budget.take(tenant, _PROMPT_BYTES + self._total.num_bytes)
+        self._num_fixed_bytes = _PROMPT_BYTES + self._start.ByteSize() + self._options.ByteSize()
+        """The memory besides the pieces: that of tools, of a constraint and of lists may be far larger."""
+        config.budget.take(tenant, self._num_fixed_bytes + self._total.num_bytes)
 
     def begin_warm_ups(self, request_id: str) -> None:
         """Starts to compute what arrives, and the time that a prompt may stay open."""
@@ -175,7 +180,7 @@ class OpenPrompt:
         if self._warming is not None:
             self._warming.cancel()
         if self._pieces:
-            self._config.budget.give_back(self._tenant, _PROMPT_BYTES + self._total.num_bytes)
+            self._config.budget.give_back(self._tenant, self._num_fixed_bytes + self._total.num_bytes)
         self._pieces = []
         self._on_expired = _nothing  # it refers to this object's owner: a reference cycle
 
@@ -199,7 +204,7 @@ class OpenPrompt:
 
     async def _warm_up(self, request_id: str) -> None:
         """Computes what has arrived, again and again."""
-        number = num_blocks = 0
+        number, last_hash = 0, [b""]
         if self._kind is not None:
             self._changed.set()
         while True:
@@ -210,9 +215,9 @@ class OpenPrompt:
             try:
                 request = await self._config.warm_up.prepare(self.whole(), f"{request_id}.{number}", self._tenant)
                 took_s = time.monotonic() - began
-                if len(request.block_hashes) > num_blocks:
+                if request.block_hashes and request.block_hashes[-1:] != last_hash:
                     await self._config.warm_up.run(request, self._config.ttl_s)
-                    num_blocks = len(request.block_hashes)
+                    last_hash = request.block_hashes[-1:]
             except ServiceError:
                 took_s = time.monotonic() - began  # what is wrong with the prompt is reported when it is committed
             except Exception:
@@ -233,11 +238,11 @@ def _piece(message: pb.GenerationStart | pb.GenerationAppend, kind: str) -> Piec
 
 def _size(piece: Piece) -> _Size:
     if isinstance(piece, str):
-        return _Size(_PIECE_BYTES + utf8_bytes(piece), utf8_bytes(piece))
+        return _Size(_PIECE_BYTES + sys.getsizeof(piece), utf8_bytes(piece))
     if isinstance(piece, array):
         return _Size(_PIECE_BYTES + _ID_BYTES * len(piece), len(piece))
     return _Size(
-        _PIECE_BYTES + piece.ByteSize(),
+        _PIECE_BYTES + piece.ByteSize() + _MESSAGE_BYTES * len(piece.messages),
         chat_bytes(piece.messages),
         len(piece.messages),
         sum(len(message.tool_calls) for message in piece.messages),

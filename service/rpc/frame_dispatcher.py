@@ -68,9 +68,10 @@ class FrameDispatcher:
             self._outbox.fail(RuntimeError("the reader of a stream was cancelled"))
         elif (error := reader.exception()) is not None:
             self._outbox.fail(error if isinstance(error, Exception) else RuntimeError("the reader of a stream died"))
+        else:
+            for live in list(self._live.values()):
+                self._commit(live)
         self._half_closed = True
-        for live in list(self._live.values()):
-            self._commit(live)
         self._close_if_done()
 
     def hold(self, held: bool) -> None:
@@ -131,7 +132,8 @@ class FrameDispatcher:
 
     def _commit(self, live: RequestLifecycle) -> bool:
         was_open = live.commit(self._last)
-        self._last = live.preparation or self._last
+        if was_open:
+            self._last = live.preparation or self._last
         return was_open
 
     def _find(self, ref: int) -> RequestLifecycle:

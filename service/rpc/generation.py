@@ -151,6 +151,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
                 unknown.append(request_id)
             else:
                 self._request_context.engine.release(hashes, tenant)
+            await asyncio.sleep(0)  # a tenant may have many contexts to compare
         return pb.ReleaseResponse(unknown_request_ids=unknown)
 
     def _charged_tenant(self, named: str) -> str:

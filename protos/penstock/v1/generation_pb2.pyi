@@ -535,7 +535,8 @@ class GenerationAppend(_message.Message):
     `usage`, and as output for penalties; `sampling.max_tokens` does not count them. A `text` is tokenized by itself. A
     `chat` holds only new messages, as with `continue_from`. FAILED_PRECONDITION for a request with several choices or
     with a `constraint`. INVALID_ARGUMENT if the request would not fit in the model's context or the KV cache. A request
-    that has ended, or that ends before the next step, is NOT_FOUND.
+    that has ended, or that ends before the next step, is NOT_FOUND. Injections count as calls of TokenizerService against
+    the tenant's `requests_per_second`.
 
     An append that is refused changes nothing and gets a `frames_refused`. While the prompt of a request is being
     tokenized, at most 16 of its appends can wait.
@@ -613,19 +614,19 @@ Global___GenerationCommit: _TypeAlias = GenerationCommit  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """The results of a step for the requests of one stream: at most one message per step, at most 64 KiB. Apply the lists
-    in the order of the fields.
+    """The results of a step for the requests of one stream: at most one message per step, and one more for each injection;
+    each at most 64 KiB. Apply the lists in the order of the fields.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ACCEPTED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    INJECTED_FIELD_NUMBER: _builtins.int
     DELTAS_FIELD_NUMBER: _builtins.int
+    FRAMES_REFUSED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
-    FRAMES_REFUSED_FIELD_NUMBER: _builtins.int
-    INJECTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def accepted(self) -> _containers.RepeatedCompositeFieldContainer[Global___Accepted]:
         """Requests that entered the queue."""
@@ -635,8 +636,16 @@ class GenerateResponse(_message.Message):
         """Log-probabilities of prompts, in parts."""
 
     @_builtins.property
+    def injected(self) -> _containers.RepeatedCompositeFieldContainer[Global___Injected]:
+        """Tokens that were injected into outputs, before the deltas of this message."""
+
+    @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[_output_pb2.Delta]:
         """New output, in order."""
+
+    @_builtins.property
+    def frames_refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___FrameRefused]:
+        """Frames that were refused. Live requests continue unchanged."""
 
     @_builtins.property
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[_output_pb2.Finished]:
@@ -646,24 +655,16 @@ class GenerateResponse(_message.Message):
     def heartbeat(self) -> Global___Heartbeat:
         """Sent after 10 s without another message, and when the state of the service changes."""
 
-    @_builtins.property
-    def frames_refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___FrameRefused]:
-        """Frames that were refused. Live requests continue unchanged."""
-
-    @_builtins.property
-    def injected(self) -> _containers.RepeatedCompositeFieldContainer[Global___Injected]:
-        """Tokens that were injected into outputs."""
-
     def __init__(
         self,
         *,
         accepted: _abc.Iterable[Global___Accepted] | None = ...,
         prompt_logprobs: _abc.Iterable[_output_pb2.PromptLogprobs] | None = ...,
+        injected: _abc.Iterable[Global___Injected] | None = ...,
         deltas: _abc.Iterable[_output_pb2.Delta] | None = ...,
+        frames_refused: _abc.Iterable[Global___FrameRefused] | None = ...,
         finished: _abc.Iterable[_output_pb2.Finished] | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
-        frames_refused: _abc.Iterable[Global___FrameRefused] | None = ...,
-        injected: _abc.Iterable[Global___Injected] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -777,8 +778,9 @@ Global___FrameRefused: _TypeAlias = FrameRefused  # noqa: Y015
 
 @_typing.final
 class Injected(_message.Message):
-    """Tokens that an `append` put into an output. Deltas of the request in earlier messages come before them, and deltas in
-    the same message after them. In a parsed output, what may belong to a marker is held back, also until after them.
+    """Tokens that one or more appends put into an output. Deltas of the request in earlier messages come before them, and
+    deltas in the same message after them. In a parsed output, what may belong to a marker is held back, also until after
+    them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

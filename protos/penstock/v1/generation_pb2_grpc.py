@@ -115,7 +115,8 @@ class GenerationServiceServicer(object):
 
     def Release(self, request, context):
         """Gives up the contexts of requests that ended, such as branches that will not be continued: they cannot be continued
-        any more, and their KV is the next to be evicted. Blocks that another context of the tenant shares stay.
+        any more, and what is retained of their KV is the next to be evicted. Blocks that another context of the tenant
+        shares stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

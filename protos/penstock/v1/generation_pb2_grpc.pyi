@@ -62,7 +62,8 @@ class GenerationServiceStub:
     """
     Release: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ReleaseRequest, _generation_pb2.ReleaseResponse]
     """Gives up the contexts of requests that ended, such as branches that will not be continued: they cannot be continued
-    any more, and their KV is the next to be evicted. Blocks that another context of the tenant shares stay.
+    any more, and what is retained of their KV is the next to be evicted. Blocks that another context of the tenant
+    shares stay.
     """
 
 @_typing.type_check_only
@@ -99,7 +100,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """
     Release: _aio.UnaryUnaryMultiCallable[_generation_pb2.ReleaseRequest, _generation_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives up the contexts of requests that ended, such as branches that will not be continued: they cannot be continued
-    any more, and their KV is the next to be evicted. Blocks that another context of the tenant shares stay.
+    any more, and what is retained of their KV is the next to be evicted. Blocks that another context of the tenant
+    shares stay.
     """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -163,7 +165,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.ReleaseResponse, _abc.Awaitable[_generation_pb2.ReleaseResponse]]:
         """Gives up the contexts of requests that ended, such as branches that will not be continued: they cannot be continued
-        any more, and their KV is the next to be evicted. Blocks that another context of the tenant shares stay.
+        any more, and what is retained of their KV is the next to be evicted. Blocks that another context of the tenant
+        shares stay.
         """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -142,11 +142,24 @@ def shape_of(matching):
     return lambda kind, **given: AnswerShape(KINDS[kind][1], matching.ids, **given)
 
 
+def in_ci(shapes, chosen):
+    """Parameters, of which only those that are chosen are tried in CI; every format has the same code for the rest."""
+    return [pytest.param(*shape, marks=[] if shape in chosen else [pytest.mark.soak]) for shape in shapes]
+
+
 @are_special
 @every_kind
-@pytest.mark.parametrize("one", [True, False])
 @pytest.mark.parametrize(
-    ("reasoning", "opened"), [(None, False), ("think", False), ("think", True), ("mistral", False), ("mistral", True)]
+    ("one", "reasoning", "opened"),
+    in_ci(
+        [
+            (one, reasoning, opened)
+            for one in (True, False)
+            for reasoning in (None, "think", "mistral")
+            for opened in ((False, True) if reasoning else (False,))
+        ],
+        {(True, None, False), (False, "think", True), (True, "mistral", False)},
+    ),
 )
 def test_calls_and_nothing_else(kind, one, reasoning, opened, matching, shape_of):
     shape = shape_of(kind, reasoning=reasoning, in_reasoning=opened)
@@ -167,8 +180,13 @@ def test_calls_and_nothing_else(kind, one, reasoning, opened, matching, shape_of
 
 @are_special
 @marked_kind
-@pytest.mark.parametrize("one", [True, False])
-@pytest.mark.parametrize("reasoning", [None, "think", "mistral"])
+@pytest.mark.parametrize(
+    ("one", "reasoning"),
+    in_ci(
+        [(one, reasoning) for one in (True, False) for reasoning in (None, "think", "mistral")],
+        {(True, None), (False, "think")},
+    ),
+)
 def test_text_in_which_calls_are_held(kind, one, reasoning, matching, shape_of):
     takes = matching.of(text_grammar(KINDS[kind][0], TOOLS, one=one, shape=shape_of(kind, reasoning=reasoning)))
     call, two = CALLS[kind], TWO[kind]
