@@ -93,7 +93,9 @@ class AdmissionControl:
                 f"prompt and injected tokens would be {num_input}; this tenant's may be at most "
                 f"{limits.max_prompt_tokens}",
             )
-        if self.max_tokens(request, num_injected) <= sequence.length_bound - sequence.num_input_tokens:
+        room = self.max_tokens(request, num_injected)
+        # An output that is about to reach its own limit may end before; that is no lack of room.
+        if room < sequence.output.max_tokens and room <= sequence.length_bound - sequence.num_input_tokens:
             raise Refused(
                 RefusalKind.CONTEXT_LENGTH,
                 f"{num_tokens} more tokens leave no room for output in the model's context or the KV cache",

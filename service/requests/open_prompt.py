@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 OPEN_PROMPT_TTL_S = 60.0
 MAX_PIECES = 65_536
 MAX_OPEN_BYTES = 64 << 20
-"""The memory of all open prompts; a tenant may have half of it."""
+"""The memory of all open prompts. A tenant may have half of what the others leave."""
 _PROMPT_BYTES = 4 << 10
 """The memory of an open prompt besides its pieces, and a part of it that each piece has."""
 _PIECE_BYTES = 150
@@ -48,7 +48,8 @@ class OpenPromptBudget:
 
     def take(self, tenant: str, num_bytes: int) -> None:
         """Counts memory. Raises ServiceError if there is too little."""
-        if self.num_bytes + num_bytes > self.max_bytes or self.by_tenant[tenant] + num_bytes > self.max_bytes // 2:
+        own = self.by_tenant[tenant]
+        if own + num_bytes > (self.max_bytes - (self.num_bytes - own)) // 2:
             raise ServiceError(Reason.OPEN_PROMPTS_FULL)
         self.num_bytes += num_bytes
         self.by_tenant[tenant] += num_bytes
