@@ -50,6 +50,7 @@ _DEFAULT_PAD = {
     "Glm4ForCausalLM": 151329,
     "GlmForCausalLM": 151329,
     "HunYuanDenseV1ForCausalLM": 0,
+    "HunYuanMoEV1ForCausalLM": 0,
     "Ministral3ForCausalLM": 11,
     "OPTForCausalLM": 1,
     "Olmo2ForCausalLM": 1,
