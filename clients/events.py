@@ -71,7 +71,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Timings:
-    """When each phase of a request ended, in microseconds since its arrival at the service."""
+    """When each phase of a request ended, in milliseconds since its arrival at the service."""
 
     queued_ms: float = 0.0
     prefill_ms: float = 0.0

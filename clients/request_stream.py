@@ -90,7 +90,7 @@ class RequestStream:
         """Adds to the open prompt of the request, which ``open_prompt`` begins: the content is its next piece, or takes
         the place of the pieces from number ``replace_from`` on. After ``commit``, the content is injected into the
         output, and an ``Injected`` is among the events. If the service refuses, nothing changes, and a ``FrameRefused``
-        is among the events. Raises InvalidOption."""
+        is among the events. Does nothing if the request has ended. Raises InvalidOption."""
         append = build_append(content, replace_from)
         self._begin()
         if self._carrier is not None and not self._ended:

@@ -151,7 +151,7 @@ def start_from_line(line: Mapping[str, object], defaults: Mapping[str, object]) 
 
 
 def build_update(timeout: float | None, priority: int | None, max_tokens: int | None) -> pb.GenerationUpdate:
-    """Builds an ``GenerationUpdate`` without its ref; None leaves a value unchanged. Raises InvalidOption."""
+    """Builds a ``GenerationUpdate`` without its ref; None leaves a value unchanged. Raises InvalidOption."""
     update = pb.GenerationUpdate()
     for name, value in (("priority", priority), ("max_tokens", max_tokens)):
         if value is not None:

@@ -174,9 +174,8 @@ class BlockPool:
             leases[block] = lease
         self._lapse(self._retention.pop_excess())
 
-    def give_up(self, hashes: Iterable[bytes], owner: str) -> int:
-        """Ends the leases of ``owner`` on the blocks that these hashes find; those that are not held lapse. Returns the
-        number of blocks."""
+    def give_up(self, hashes: Iterable[bytes], owner: str) -> None:
+        """Ends the leases of ``owner`` on the blocks that these hashes find; those that are not held lapse."""
         found = [block for block_hash in hashes if (block := self._by_hash.get(block_hash)) is not None]
         leased = [block for block in found if (lease := self._leases.get(block)) and lease.owner == owner]
         for block in leased:
@@ -184,7 +183,6 @@ class BlockPool:
             if not self._refcounts[block]:
                 self._retention.remove(block, lease)
                 self._lapsed[block] = None
-        return len(leased)
 
     def expire(self, now: float) -> None:
         """Lets the blocks lapse that are retained until ``now`` or earlier. Must be called for every plan; costs

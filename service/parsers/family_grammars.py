@@ -14,6 +14,7 @@ from penstock.service.parsers.lark_grammar import (
     LarkGrammar,
     argument_schemas,
     check_name,
+    check_schema,
     escaped,
     json_rule,
     quoted,
@@ -92,7 +93,7 @@ class _TagSpace(NamedTuple):
     before_closes: str
 
 
-def _tagged(tags: CallTags, space: _TagSpace) -> Callable[[LarkGrammar], CallSyntax]:
+def _tagged(tags: CallTags, space: _TagSpace, next_call: str | None = None) -> Callable[[LarkGrammar], CallSyntax]:
     def write(lark: LarkGrammar, rule: str, tool: CallableTool) -> str:
         check_name(tool)
         opens = lark.marker(space.before_name + tags.name[0] + tool.name + tags.name[1] + space.after_name)
@@ -100,7 +101,6 @@ def _tagged(tags: CallTags, space: _TagSpace) -> Callable[[LarkGrammar], CallSyn
         return f"{opens} {_tagged_arguments(lark, rule, tool, tags, space)} {closes}"
 
     def syntax(lark: LarkGrammar) -> CallSyntax:
-        next_call = "" if tags is MINIMAX_M2 else None
         closes = lark.marker(space.before_closes + tags.closes)
         return CallSyntax(write, tags.opens, next_call=next_call, closes=closes, between=quoted("\n"))
 
@@ -110,6 +110,7 @@ def _tagged(tags: CallTags, space: _TagSpace) -> Callable[[LarkGrammar], CallSyn
 def _tagged_arguments(lark: LarkGrammar, rule: str, tool: CallableTool, tags: CallTags, space: _TagSpace) -> str:
     """Returns the expression of all arguments, in the order of the schema's properties. Without properties any
     argument is permitted."""
+    check_schema(tool)
     is_any = not (tool.parameters or {}).get("properties") and (tool.parameters or {}).get("additionalProperties", True)
     if is_any and not (tool.parameters or {}).get("required"):
         value = _tagged_text(lark, f"{rule}_any", [{}], tags, space)
@@ -216,10 +217,18 @@ class _GemmaValues:
         self._num_rules = 0
         self._referenced: dict[str, str] = {}
         """The rules of the schemas that references name."""
+        self._unwritten: list[tuple[str, object]] = []
+        """The rules of referenced schemas that are not in the grammar yet."""
         self._any = ""
 
     def arguments(self) -> str:
-        return self._object(self._tool.parameters or {})
+        """Returns the expression of a call's arguments. Raises CannotBeHeld."""
+        check_schema(self._tool)
+        whole = self._object(self._tool.parameters or {})
+        while self._unwritten:
+            rule, schema = self._unwritten.pop()
+            self._lark.add_rules(f"{rule}: {self._value(schema)}")
+        return whole
 
     def _new_rule(self) -> str:
         self._num_rules += 1
@@ -273,7 +282,8 @@ class _GemmaValues:
 
     def _array(self, schema: Schema) -> str:
         least, most = schema.get("minItems") or 0, schema.get("maxItems")
-        item = self._value(schema.get("items"))
+        item = self._new_rule()
+        self._lark.add_rules(f"{item}: {self._value(schema.get('items'))}")
         more = f'("," {item}){{{max(least - 1, 0)},{"" if most is None else max(most - 1, 0)}}}'
         items = '""' if most == 0 else f"({item} {more}){'?' * (not least)}"
         return f'"[" {items} "]"'
@@ -286,7 +296,7 @@ class _GemmaValues:
         if keys is None or keys[2] not in (parameters.get(keys[1]) or {}):
             raise CannotBeHeld(f"{reference!r} of {self._tool.name} cannot be enforced in this model's format")
         rule = self._referenced[reference] = self._new_rule()
-        self._lark.add_rules(f"{rule}: {self._value(parameters[keys[1]][keys[2]])}")
+        self._unwritten.append((rule, parameters[keys[1]][keys[2]]))
         return rule
 
     def _any_value(self) -> str:
@@ -316,7 +326,7 @@ _TEXT_KEYS = frozenset({"pattern", "minLength", "maxLength", "enum", "const"})
 FAMILY_SYNTAXES: Mapping[str, Callable[[LarkGrammar], CallSyntax]] = {
     "qwen3_coder": _tagged(QWEN3_CODER, _TagSpace("\n", "\n", "\n", "\n", "\n")),
     "glm45": _tagged(GLM45, _TagSpace("", "\n", "", "\n", "")),
-    "minimax_m2": _tagged(MINIMAX_M2, _TagSpace("\n", "\n", "", "\n", "\n")),
+    "minimax_m2": _tagged(MINIMAX_M2, _TagSpace("\n", "\n", "", "\n", "\n"), next_call=""),
     "deepseek_v3": _deepseek("function<｜tool▁sep｜>NAME\n```json\n", "\n```", "\n"),
     "deepseek_v31": _deepseek("NAME<｜tool▁sep｜>", "", ""),
     "kimi_k2": _kimi_k2,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from penstock.service.parsers.incremental_text import Reading
 from penstock.service.parsers.tool_parser import ToolCallParser
-from penstock.service.parsers.typed_values import escaped, typed_value
+from penstock.service.parsers.typed_values import json_escaped, typed_value
 
 _NAME = re.compile(r"[\w.:-]*")
 _KEY = re.compile(r"[^:,{}\[\]<]*")
@@ -119,7 +119,7 @@ class Gemma4Parser(ToolCallParser):
         return bool(ends)
 
     def _add_part(self, text: str) -> None:
-        self._add_arguments(escaped(text))
+        self._add_arguments(json_escaped(text))
 
     def _read_to_quote(self, take: Callable[[str], None]) -> Reading[bool]:
         """Reads the rest of a string and the marker that ends it, and passes it on as it arrives; False if the text

@@ -9,6 +9,9 @@ from typing import Any
 from penstock.service.parsers.base import Schema
 from penstock.service.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 
+_MAX_CHARS = 16 << 20
+"""The limit on a grammar's length, in characters."""
+
 
 class CannotBeHeld(Exception):
     """A tool that a format's grammar cannot describe. The text has the reason."""
@@ -57,7 +60,7 @@ class LarkGrammar:
     def __init__(self, shape: AnswerShape) -> None:
         self.shape = shape
         self._rules: list[str] = []
-        self._specials = sorted(shape.special_tokens, key=len, reverse=True)
+        self._num_chars = 0
         self.before = ""
         """The expression before an answer."""
         if shape.reasoning is not None:
@@ -65,19 +68,19 @@ class LarkGrammar:
             self._add_thought(REASONING_FORMATS[shape.reasoning])
 
     def add_rules(self, *rules: str) -> None:
+        """Adds rules. Raises CannotBeHeld if they are too long: each argument has a copy of its schema's ``$defs``."""
+        self._num_chars += sum(map(len, rules))
+        if self._num_chars > _MAX_CHARS:
+            raise CannotBeHeld("the schemas of the tools are too long to be enforced; shorten them, or their $defs")
         self._rules += rules
 
     def marker(self, text: str) -> str:
         """Returns the expression of a text of markers, each as a special token or as text."""
-        if not self.is_special(text):
-            return quoted(text)
-        parts = re.split("(" + "|".join(map(re.escape, self._specials)) + ")", text)
-        ids = self.shape.special_tokens
-        return " ".join(f"<[{ids[part]}]>" if part in ids else quoted(part) for part in parts if part)
+        return marker_expression(text, self.shape.special_tokens)
 
     def is_special(self, text: str) -> bool:
         """Whether a text has special tokens."""
-        return any(token in text for token in self._specials)
+        return any(token in text for token in self.shape.special_tokens)
 
     def with_calls(self, syntax: CallSyntax, tools: Sequence[CallableTool], *, one: bool) -> str:
         """Returns the whole grammar, with the rules for a group of calls."""
@@ -96,6 +99,13 @@ class LarkGrammar:
             opens = "" if self.shape.in_reasoning else rf"[ \n]{{0,2}}{escaped(form.opens)}"
             self.add_rules(f"thought[lazy]: /{opens}(?s:.*){escaped(form.closes)}/")
         self.add_rules(f"space: {self.marker(form.before_answer)}" if form.before_answer else r"space: /[ \n]{0,2}/")
+
+
+def marker_expression(text: str, special_tokens: Mapping[str, int]) -> str:
+    """Returns the expression of a text, in which each of ``special_tokens`` is a token, by its id."""
+    tokens = "|".join(re.escape(token) for token in sorted(special_tokens, key=len, reverse=True))
+    parts = [part for part in re.split(f"({tokens})", text) if part] if tokens else [text]
+    return " ".join(f"<[{special_tokens[part]}]>" if part in special_tokens else quoted(part) for part in parts)
 
 
 def json_rule(schema: Schema | None) -> str:
@@ -130,6 +140,47 @@ _HELD_KEYS = frozenset(
     | {"title", "description", "$schema", "$id", "examples", "strict"}
 )
 """Keys that a schema of arguments may have besides its properties, if each argument is constrained separately."""
+
+
+def check_schema(tool: CallableTool) -> None:
+    """Raises CannotBeHeld unless a tool's schema can be translated: it is not too deep, and the keys that are read have
+    values of the right types."""
+    schemas: list[Mapping[str, Any]] = [tool.parameters or {}]
+    for _ in range(_MAX_DEPTH):
+        inner: list[Any] = []
+        for schema in schemas:
+            for key in _KEY_TYPES.keys() & schema.keys():
+                value = schema[key]
+                _check_type(tool, key, value)
+                if key in _SCHEMA_KEYS:
+                    inner += value.values() if isinstance(value, dict) else value
+            inner.append(schema.get("items"))
+        schemas = [schema for schema in inner if isinstance(schema, Mapping)]
+        if not schemas:
+            return
+    raise CannotBeHeld(f"the parameters of {tool.name} are nested more than {_MAX_DEPTH} levels deep")
+
+
+def _check_type(tool: CallableTool, key: str, value: Any) -> None:
+    types = _KEY_TYPES[key]
+    if not isinstance(value, types) or isinstance(value, bool):
+        names = " or ".join(_TYPE_NAMES[each] for each in types)
+        raise CannotBeHeld(f"{key} in the parameters of {tool.name} must be {names}")
+    if key == "required" and isinstance(value, list) and not all(isinstance(name, str) for name in value):
+        raise CannotBeHeld(f"required in the parameters of {tool.name} must be a list of names")
+
+
+_MAX_DEPTH = 64
+_TYPE_NAMES: Mapping[type, str] = {dict: "an object", list: "a list", int: "an integer", str: "text"}
+_KEY_TYPES: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("properties", "$defs", "definitions"), (dict,)),
+    **dict.fromkeys(("anyOf", "oneOf", "allOf", "enum", "required"), (list,)),
+    **dict.fromkeys(("minItems", "maxItems", "minLength", "maxLength"), (int,)),
+    **dict.fromkeys(("pattern", "$ref"), (str,)),
+    "type": (str, list),
+}
+_SCHEMA_KEYS = frozenset({"properties", "$defs", "definitions", "anyOf", "oneOf", "allOf"})
+"""Keys that have schemas."""
 
 
 def check_name(tool: CallableTool) -> None:

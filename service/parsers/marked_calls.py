@@ -10,7 +10,7 @@ _INDEX = re.compile(r":[0-9]+\Z")
 
 
 class MarkedCallParser(ToolCallParser):
-    """Reads sections of calls, each of which begins with a marker; models leave out the section's own at times."""
+    """Reads sections of calls, each of which begins with a marker; models sometimes leave out the section's own."""
 
     begins: str
     """The common beginning of the markers."""

@@ -31,7 +31,7 @@ class CallTags(NamedTuple):
     trims_line: bool
     """Whether a value has a line break before and after it."""
     has_bare_functions: bool = False
-    """Whether models leave out ``opens`` at times."""
+    """Whether models sometimes leave out ``opens``."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ class TaggedCallParser(ToolCallParser):
         return found
 
     def _is_at_end(self) -> Reading[bool]:
-        """Reads the end of a function's arguments if it is next. Models leave out ``ends`` at times."""
+        """Reads the end of a function's arguments if it is next. Models sometimes leave out ``ends``."""
         source, tags = self._source, self.tags
         if tags.ends and (yield from source.starts_with(tags.ends)):
             return True

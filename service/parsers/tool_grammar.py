@@ -14,6 +14,7 @@ from penstock.service.parsers.lark_grammar import (
     LarkGrammar,
     argument_schemas,
     check_name,
+    check_schema,
     escaped,
     json_rule,
     quoted,
@@ -91,6 +92,7 @@ def _python_call(lark: LarkGrammar, rule: str, tool: CallableTool) -> str:
     """name(argument=value, ...), with JSON values in Python's syntax. The arguments are in the order of the schema's
     properties."""
     check_name(tool)
+    check_schema(tool)
     after, first = '""', '""'  # what may follow after an argument, and at the beginning
     for index, (name, held, is_required) in reversed(list(enumerate(argument_schemas(tool)))):
         if not is_argument_name(name):

@@ -129,7 +129,7 @@ class ArgumentValue:
         if self._streams or not self._held:
             return
         text = self._text()
-        self._take(f'"{escaped(text)}' if "string" in self._types else text.rstrip())
+        self._take(f'"{json_escaped(text)}' if "string" in self._types else text.rstrip())
 
     def _text(self) -> str:
         text = "".join(self._held)
@@ -140,13 +140,13 @@ class ArgumentValue:
         self._last_break = "\n" if self._trims_line and text.endswith("\n") else ""
         text = text.removesuffix(self._last_break)
         if text:
-            self._take(escaped(text))
+            self._take(json_escaped(text))
 
 
 _LONGEST_NULL = 1 + max(map(len, _NULLS)) + 1
 """The characters of null with the line breaks around it."""
 
 
-def escaped(text: str) -> str:
+def json_escaped(text: str) -> str:
     """Returns a part of a string as it is in JSON."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

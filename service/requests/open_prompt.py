@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Union, cast
 
 import penstock.v1 as pb
+from penstock.service.config.field_rules import MAX_UNCUT_IDS
 from penstock.service.config.limits import MAX_CHAT_MESSAGES, MAX_INNER_PARTS, chat_bytes
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
@@ -26,8 +27,9 @@ MAX_PIECES = 65_536
 MAX_OPEN_BYTES = 64 << 20
 """The memory of all open prompts. A tenant may have half of what the others leave."""
 _PROMPT_BYTES = 4 << 10
-"""The memory of an open prompt besides its pieces, and a part of it that each piece has."""
+"""The memory of an open prompt besides its content."""
 _PIECE_BYTES = 150
+"""The memory of a piece besides its content."""
 _MESSAGE_BYTES = 1 << 10
 """The memory of a chat message besides its texts."""
 _ID_BYTES = 4
@@ -68,7 +70,8 @@ class OpenPromptConfig:
     warm_up: PrefixWarmer
     ttl_s: float = OPEN_PROMPT_TTL_S
     """The time after the last piece at which a prompt that was not committed ends."""
-    max_ids: int = 1 << 20
+    max_ids: int = MAX_UNCUT_IDS
+    """Limit on the token ids of a prompt that is not truncated."""
     budget: OpenPromptBudget = field(default_factory=OpenPromptBudget)
 
 
@@ -124,7 +127,7 @@ class OpenPrompt:
     def begin_warm_ups(self, request_id: str) -> None:
         """Starts to compute what arrives, and the time that a prompt may stay open."""
         self._restart_timer()
-        if not self._start.HasField("truncate_prompt_tokens"):  # it cuts the beginning, as soon as the end is known
+        if not self._is_truncated:  # it cuts the beginning, as soon as the end is known
             self._warming = asyncio.create_task(self._warm_up(request_id))
 
     def append(self, append: pb.GenerationAppend) -> None:
@@ -135,9 +138,9 @@ class OpenPrompt:
         if self._kind not in (None, kind):
             raise invalid(kind, f"the pieces of this prompt are {self._kind}; append {self._kind}")
         if kind == "chat":
-            for field, _ in append.chat.ListFields():
-                if field.name != "messages":
-                    raise invalid(f"chat.{field.name}", "only in the chat of the start")
+            for given, _ in append.chat.ListFields():
+                if given.name != "messages":
+                    raise invalid(f"chat.{given.name}", "only in the chat of the start")
         num_kept = append.replace_from if append.HasField("replace_from") else len(self._pieces)
         if num_kept > len(self._pieces):
             raise invalid("replace_from", f"at most {len(self._pieces)}, the number of pieces; it is {num_kept}")
@@ -185,10 +188,14 @@ class OpenPrompt:
         self._pieces = []
         self._on_expired = _nothing  # it refers to this object's owner: a reference cycle
 
+    @property
+    def _is_truncated(self) -> bool:
+        return self._start.HasField("truncate_prompt_tokens")
+
     def _check_total(self, total: _Size, kind: str) -> None:
-        is_ids = kind == "token_ids"
-        limits = [("ids", total.length, self._config.max_ids)] if is_ids else [("bytes", total.length, MAX_TEXT_BYTES)]
-        limits += [
+        max_ids = max(self._config.max_ids, MAX_UNCUT_IDS) if self._is_truncated else self._config.max_ids
+        limits = [
+            ("ids", total.length, max_ids) if kind == "token_ids" else ("bytes", total.length, MAX_TEXT_BYTES),
             ("messages", total.num_messages, MAX_CHAT_MESSAGES),
             ("tool_calls", total.num_calls, MAX_INNER_PARTS),
             ("content_parts", total.num_parts, MAX_INNER_PARTS),

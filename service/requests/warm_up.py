@@ -1,6 +1,6 @@
 """Computes the KV of a prompt that requests are expected to begin with, so that they find it in the prefix cache.
 
-A warm-up is a request for one token, which is not sent to anyone.
+A warm-up is a request for one token, whose output is discarded.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Parses a request's output between the engine and the request's receiver: text becomes content, reasoning and calls.
 
-Tokens and log-probabilities are held back while the parser holds back their text. Requests that parse nothing have no
-such part.
+Tokens and log-probabilities are held back while the parser holds back their text. A request whose output is not parsed
+does without it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -81,7 +81,7 @@ class _ParsedChoice:
         self._tokens: list[_Token] = []
         """The tokens that are held back, the oldest first."""
         self._logprobs: TokenLogprobs | None = None
-        """Theirs."""
+        """The log-probabilities of these tokens."""
         self._num_read = 0
         """The number of characters of the model's text so far."""
         self._num_content = 0

@@ -2,10 +2,10 @@
 texts, token ids and the source of grammars; another process compiles them."""
 
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum, auto
 
+from penstock.service.parsers.lark_grammar import escaped, marker_expression
 from penstock.service.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 
 REASONING_MARKS = tuple(mark for form in REASONING_FORMATS.values() for mark in form.marks)
@@ -90,7 +90,7 @@ class Reasoning:
             free = f"(<[^{ids}]>){{0,{most}}} " if most else ""
             rules.append(f"thought: {free}<[{self._ids[closes]}]>")
         else:
-            rules.append(f"thought[lazy]: /(?s:.*){_escaped(closes)}/")
+            rules.append(f"thought[lazy]: /(?s:.*){escaped(closes)}/")
         before = "thought space"
         if section is Section.POSSIBLE:
             before = "(opening thought space)?"
@@ -99,7 +99,7 @@ class Reasoning:
             elif any(mark in opens for mark in self._ids):
                 opening = self._expression(opens)
             else:
-                opening = rf"/[ \n]{{0,2}}{_escaped(opens)}/"
+                opening = rf"/[ \n]{{0,2}}{escaped(opens)}/"
             rules.append(f"opening: {opening}")
         if self._form.text_opens:
             before += f" {self._expression(self._form.text_opens)}"
@@ -109,11 +109,4 @@ class Reasoning:
         return json.dumps({"grammars": [{"lark_grammar": whole}, {"name": "answer", "lark_grammar": answer}]})
 
     def _expression(self, text: str) -> str:
-        """Returns the expression of a text of marks, each as a token or as text."""
-        ids = {mark: self._ids[mark] for mark in self._form.marks if mark in self._ids}
-        parts = re.split("(" + "|".join(map(re.escape, ids)) + ")", text) if ids else [text]
-        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
-
-
-def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
+        return marker_expression(text, {mark: self._ids[mark] for mark in self._form.marks if mark in self._ids})

@@ -349,9 +349,10 @@ class GenerationStart(_message.Message):
     client_request_id: _builtins.str
     """The caller's own id, at most 128 bytes of printable ASCII. Echoed in `accepted` and in logs, never used as a key."""
     idempotency_key: _builtins.str
-    """The caller's key for this attempt, at most 128 bytes of printable ASCII. A request with the key of another request
-    of the same tenant that is live, or that ended well within the last 10 minutes, is ALREADY_EXISTS; the metadata of
-    the ErrorInfo has the other's `request_id`. So a gateway that repeats a call pays only once. Default: none.
+    """The caller's key for this request and its repetitions, at most 128 bytes of printable ASCII. A request with the key
+    of another request of the same tenant that is live, or that ended well within the last 10 minutes, fails with
+    ALREADY_EXISTS; the metadata of the ErrorInfo has the other's `request_id`. So a gateway that repeats a call pays
+    only once. The service keeps 131,072 keys of ended requests, and forgets the oldest first. Default: none.
     """
     retain_ms: _builtins.int
     """How long the KV cache of this request's context is kept after its end in preference to ordinary cache, for requests

@@ -547,7 +547,7 @@ class Usage(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
-    """The number of tokens of the prompt and of the context that it continues."""
+    """The number of tokens of the prompt, of the context that it continues, and of what was injected into the output."""
     cached_tokens: _builtins.int
     """The number of prompt tokens that came from the prefix cache."""
     output_tokens: _builtins.int

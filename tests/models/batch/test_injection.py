@@ -15,7 +15,7 @@ from penstock.scheduler.request import SequenceDelta, TokensInjected
 GREEDY = SamplingParams(temperature=0.0)
 NUM_TOKENS = 40
 INJECTED = {5: [7, 8, 9], 20: list(range(30, 70))}
-"""The tokens to inject as soon as there are so many of the output."""
+"""The tokens to inject, by the number of output tokens after which they are sent."""
 BACKENDS = ["reference", "cpu"]
 
 

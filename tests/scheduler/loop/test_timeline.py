@@ -226,7 +226,7 @@ def test_held_and_released(start: Callable[[Request], Timeline]) -> None:
     timeline.accepted(3, None)
     timeline.held()
     timeline.held()
-    timeline.waits(0, WaitCause.BLOCKS, 1, 2)  # why it does not run is told already
+    timeline.waits(0, WaitCause.BLOCKS, 1, 2)  # HELD is the reason already
     timeline.released()
     timeline.released()
     timeline.waits(0, WaitCause.ROWS, 256)

@@ -1,4 +1,4 @@
-"""The update mask and the etag of settings: what changes, what goes back, and what nobody has overwritten unseen."""
+"""The update mask and the etag of settings: which settings change, which are reset, and which changes are refused."""
 
 import asyncio
 from datetime import timedelta

@@ -10,7 +10,7 @@ from texts.tool_texts import take_apart
 from texts.written_calls import FAMILY_FORMATS, write_calls
 
 from penstock.models.structured_output.compiler import compile_grammar, read_tokenizer, to_grammar
-from penstock.service.parsers.lark_grammar import AnswerShape, CallableTool, CannotBeHeld
+from penstock.service.parsers.lark_grammar import AnswerShape, CallableTool
 from penstock.service.parsers.tool_grammar import MARKED_FORMATS, call_grammar, text_grammar
 
 DICE = {
@@ -355,25 +355,3 @@ def test_messages_of_harmony(opened, matching, shape_of):
         [thought + call], "harmony", "harmony", tools=SCHEMAS, in_reasoning=opened
     )
     assert (reasoning, name) == ("I <b>think</b>.", "dice")
-
-
-@pytest.mark.parametrize(
-    ("form", "tool", "said"),
-    [
-        ("pythonic", CallableTool("f", {"properties": {"from": {}}}), "'from'"),
-        ("pythonic", CallableTool("f", {"properties": {"a b": {}}}), "'a b'"),
-        ("pythonic", CallableTool("f", {"properties": {"ﬁ": {}}}), "'ﬁ'"),
-        ("pythonic", CallableTool("f", {"anyOf": []}), "anyOf"),
-        ("pythonic", CallableTool("f g", None), "'f g'"),
-        ("mistral", CallableTool("f g", None), "'f g'"),
-        ("qwen3_coder", CallableTool("f>", None), "'f>'"),
-        ("qwen3_coder", CallableTool("f", {"properties": {"a>": {}}}), "'a>'"),
-        ("glm45", CallableTool("f", {"properties": {"a": {"pattern": "a|^b", "type": "string"}}}), "pattern"),
-        ("minimax_m2", CallableTool("f", {"properties": {"a": {"enum": ["</parameter>"]}}}), "enum"),
-        ("gemma4", CallableTool("f", {"properties": {"a:b": {}}}), "'a:b'"),
-        ("gemma4", CallableTool("f", {"properties": {"a": {"$ref": "#/$defs/x"}}}), "#/$defs/x"),
-    ],
-)
-def test_tools_that_a_format_cannot_express_are_reported(form, tool, said):
-    with pytest.raises(CannotBeHeld, match=re.escape(said)):
-        call_grammar(form, [tool], one=True, shape=AnswerShape(NAMED))

@@ -82,6 +82,17 @@ class TestOpenPrompt:
         await stream.send(begin(open=True, text="wrong"), append(text="right", replace_from=0), commit())
         assert (await stream.finished()).usage.prompt_tokens == len("right")
 
+    async def test_ids_may_exceed_the_context_if_they_are_truncated(self, open_frames):
+        stream = await open_frames()
+        ids = list(TEXT.encode()) * (1 + stream.service.engine.facts.max_model_len // len(TEXT))
+        await stream.send(begin(ref=1, open=True, truncate_prompt_tokens=16), begin(ref=2, open=True))
+        for ref in (1, 2):
+            await stream.send(append(ref=ref, token_ids=pb.TokenIds(ids=ids)))
+        await stream.until(lambda: stream.refused)
+        assert stream.refused == [("APPEND", 2, "INVALID_FIELD")]
+        await stream.send(commit(ref=1))
+        assert (await stream.finished(1)).usage.prompt_tokens == 16
+
     async def test_half_close_commits(self, open_frames):
         stream = await open_frames()
         await stream.send(begin(open=True, text="The cat"), append(text=" sat"))
