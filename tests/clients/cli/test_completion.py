@@ -262,7 +262,7 @@ def terminal(request, tool, open_terminal, environment, tmp_path):
 
 @pytest.mark.parametrize(
     "terminal",
-    [in_shell("bash"), in_shell("zsh"), pytest.param("zsh, installed", marks=needs("zsh"))],
+    [in_shell("bash"), in_shell("zsh"), pytest.param("zsh, installed", marks=[needs("zsh"), pytest.mark.soak])],
     indirect=True,
 )
 @pytest.mark.parametrize(

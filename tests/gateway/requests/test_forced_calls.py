@@ -31,6 +31,8 @@ KINDS = {
     "pythonic": ("hermes", "pythonic"),
 }
 """Which template shows it, and what the operator says."""
+LIKE_OTHERS = ("mistral_list", "pythonic")
+"""Those that the tests of grammars suffice for: each format here has a service of its own."""
 SCHEMAS = {
     "weather": {
         "type": "object",
@@ -94,7 +96,7 @@ class Chat:
         return answer
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[pytest.param(kind, marks=pytest.mark.soak) if kind in LIKE_OTHERS else kind for kind in KINDS])
 async def chat(
     request: pytest.FixtureRequest, serve_demo: Callable[[str, str], str], http_before: Any
 ) -> AsyncIterator[Chat]:

@@ -58,7 +58,7 @@ VARIANTS = [
     "llama4",
 ]
 """Of those that ``test_oracle`` runs, what has a kernel, or a way through one, of its own."""
-LONG = ("cohere-qk-norm", "gpt-neox", "hunyuan", "ministral3", "qwen2-moe", "qwen3-moe-sparse-windows")
+LONG = ("cohere-qk-norm", "glm4-moe", "gpt-neox", "hunyuan", "ministral3", "qwen2-moe", "qwen3-moe-sparse-windows")
 """Those whose own part plain torch computes between the kernels, or that others have parts of: long tests, since each
 takes seconds in the interpreter."""
 
@@ -182,7 +182,7 @@ def test_samples_are_those_of_the_reference(load):
     runners = both(load, "llama")
     for shift in (0, 1):
         rows = [added(n, PROMPT, [n], SAMPLING[(n + shift) % len(SAMPLING)]) for n in range(len(SAMPLING))]
-        found, expected = (generate(runner, rows, 3) for runner in runners)
+        found, expected = (generate(runner, rows, 2) for runner in runners)
         assert found == expected
     assert all(len(set(tokens)) > 1 for tokens in (found[0], found[3])), "the parameters leave nothing to draw"
 
@@ -241,10 +241,10 @@ async def test_preempted_rows_go_on(tiny_model, in_process, start_engine):
     [
         ("qwen3", "fp8", False),
         ("gemma2", "none", False),
-        ("gemma4-inputs", "none", False),
+        pytest.param("gemma4-inputs", "none", False, marks=pytest.mark.soak),
         pytest.param("gemma4-inputs", "none", True, marks=pytest.mark.soak),
-        ("olmo2", "none", False),
-        ("llama4", "none", False),
+        pytest.param("olmo2", "none", False, marks=pytest.mark.soak),
+        pytest.param("llama4", "none", False, marks=pytest.mark.soak),
         ("llama-tied-biases-head24", "none", True),
     ],
 )
