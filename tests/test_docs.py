@@ -7,7 +7,7 @@ import pytest
 
 from penstock.models.architecture.lines import GGUF, LINES, markdown
 from penstock.models.architecture.registry import FAMILIES, WRAPPERS
-from penstock.models.checkpoint.gguf.config import FAMILIES as GGUF_FAMILIES
+from penstock.models.checkpoint.gguf.families import FAMILIES as GGUF_FAMILIES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -11,8 +11,10 @@ from pathlib import Path
 from penstock.models.architecture.registry import spec_from_config
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.checkpoint.files.ggml import BLOCKS
-from penstock.models.checkpoint.gguf.config import ARCHITECTURE, PERMUTED, config_of, described
+from penstock.models.checkpoint.gguf.config import config_of, described
+from penstock.models.checkpoint.gguf.families import PERMUTED
 from penstock.models.checkpoint.gguf.header import GgufHeader, damaged, read_header
+from penstock.models.checkpoint.gguf.metadata import ARCHITECTURE
 from penstock.models.checkpoint.gguf_tensors import FoundTensor, find_four_bit, find_tensors, with_rope_factors
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.checkpoint.quantization.module_patterns import ModulePatterns

@@ -9,12 +9,13 @@ import numpy as np
 
 from penstock.models.architecture.rope import row_order
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.architecture.spec_parts import DefaultRope, LongRope, NormPlacement, NoRope
+from penstock.models.architecture.spec_parts import DefaultRope, LongRope, NormPlacement, NoRope, ProportionalRope
 from penstock.models.checkpoint.files.ggml import block_size, byte_size
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
-from penstock.models.checkpoint.gguf.config import FACTORS_LONG, FACTORS_SHORT
+from penstock.models.checkpoint.gguf.families import FACTORS_LONG, FACTORS_SHORT
 from penstock.models.checkpoint.gguf.header import GgufHeader
+from penstock.models.checkpoint.gguf.metadata import Metadata
 from penstock.models.checkpoint.quantization.layout import QuantizedLinear
 from penstock.models.checkpoint.quantization.scheme import QuantLayout, QuantScheme
 from penstock.models.errors import ModelError
@@ -23,13 +24,18 @@ FOUR_BIT = QuantScheme(QuantLayout.Q4_0, group=32, has_zeros=False, is_ordered=F
 """Q4_0: four-bit codes around 8, and a scale for 32 columns. Kernels read it as it is."""
 
 _FREQUENCIES = "rope_freqs.weight"
+_IMMENSE = 1e20
+"""A factor from which on an angle is zero at every position."""
 _NOT_WEIGHTS = (_FREQUENCIES, FACTORS_SHORT, FACTORS_LONG)
-_LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias|scale)")
 _OUTER = {
     "token_embd": "model.embed_tokens",
     "position_embd": "model.embed_positions",
     "output_norm": "model.norm",
     "output": "lm_head",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
 }
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
@@ -47,8 +53,28 @@ _IN_LAYER = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "inp_gate": "per_layer_input_gate",
+    "post_ffw_norm_1": "mlp.dense_post_norm",
+    "post_ffw_norm_2": "mlp.experts_post_norm",
+    "post_norm": "post_per_layer_input_norm",
+    "pre_ffw_norm_2": "mlp.experts_norm",
+    "proj": "per_layer_projection",
 }
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_WHOLE_NAMES = {
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_down_exps.scale": "mlp.gate.per_expert_scale",
+    "ffn_gate_inp.scale": "mlp.gate_norm.weight",
+    "layer_output_scale.weight": "layer_scalar",
+}
+"""Tensors of a layer whose names end in another way than the file's."""
+_OF_KV = ("attn_k", "attn_v", "attn_k_norm")
+_EXPERTS = {
+    "ffn_down_exps": ("down_proj",),
+    "ffn_gate_exps": ("gate_proj",),
+    "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+    "ffn_up_exps": ("up_proj",),
+}
+"""The matrices of each expert that a tensor has."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +90,10 @@ def find_tensors(header: GgufHeader, spec: ModelSpec) -> dict[str, FoundTensor]:
     """Returns the tensors of the file under the names of ``spec.tensors()``, with their rows in a backend's order.
     Unknown tensors keep their names. Raises ModelError if one comes twice."""
     found: dict[str, FoundTensor] = {}
+    draft_layers = range(spec.num_layers, spec.num_layers + Metadata(header).num_draft_layers)
     for source, entry in header.tensors.items():
-        if source in _NOT_WEIGHTS:
+        match = _LAYER.fullmatch(source)
+        if source in _NOT_WEIGHTS or (match and int(match[1]) in draft_layers):
             continue
         for name, part in _parts(source, entry, spec):
             if name in found:
@@ -107,14 +135,25 @@ def with_rope_factors(header: GgufHeader, spec: ModelSpec) -> ModelSpec:
     if name is None:
         return spec
     entry = header.tensors[name]
-    if entry.dtype != "F32" or entry.shape != (spec.rotary_dim // 2,):
+    proportional = next(((rope, size) for rope, size in spec.rotations if isinstance(rope, ProportionalRope)), None)
+    rotary_dim = spec.rotary_dim if proportional is None else proportional[1]
+    if entry.dtype != "F32" or entry.shape != (rotary_dim // 2,):
         raise ModelError(
             f"{entry.file}: tensor {name} is {entry.dtype} {list(entry.shape)}, and the model rotates "
-            f"{spec.rotary_dim} dimensions: download the file again"
+            f"{rotary_dim} dimensions: download the file again"
         )
     factors = TensorFiles([entry.file]).array(entry).astype(np.float64)
     if not (np.isfinite(factors).all() and (factors > 0).all()):
         raise ModelError(f"{entry.file}: tensor {name} has a factor that is not above zero: download the file again")
+    if proportional is not None:
+        # Pairs that are not rotated have an immense factor.
+        num_rotated = int(proportional[0].part * len(factors))
+        if (factors[:num_rotated] != 1.0).any() or (factors[num_rotated:] < _IMMENSE).any():
+            raise ModelError(
+                f"{entry.file}: tensor {name} does not rotate the first {num_rotated} of {len(factors)} pairs, as "
+                f"{spec.architecture} does: use the model's safetensors version"
+            )
+        return spec
     key = f"{header.metadata['general.architecture']}.rope.scaling.attn_factor"
     scale = header.metadata.get(key, 1.0) if name == FACTORS_SHORT else 1.0
     if not isinstance(scale, float) or not 0 < scale < math.inf:
@@ -135,6 +174,12 @@ def _parts(source: str, entry: TensorEntry, spec: ModelSpec) -> Iterator[tuple[s
         return
     prefix, name, kind = f"model.layers.{match[1]}.", match[2], match[3]
     experts = spec.experts
+    layer = int(match[1])
+    if name in _OF_KV and layer < spec.num_layers and not spec.has_kv(layer):
+        return  # it attends to keys and values of another layer
+    if f"{name}.{kind}" in _WHOLE_NAMES:
+        yield prefix + _WHOLE_NAMES[f"{name}.{kind}"], entry
+        return
     if name == "attn_qkv":
         heads = {"q_proj": spec.query_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
         if entry.shape[0] == sum(heads.values()):
@@ -147,8 +192,10 @@ def _parts(source: str, entry: TensorEntry, spec: ModelSpec) -> Iterator[tuple[s
         return
     elif name in _EXPERTS and experts is not None and entry.shape[0] == experts.num_experts and len(entry.shape) > 1:
         for expert in range(experts.num_experts):
-            piece = _rows(entry, expert, 1)
-            yield f"{prefix}mlp.experts.{expert}.{_EXPERTS[name]}.{kind}", replace(piece, shape=entry.shape[1:])
+            whole = replace(_rows(entry, expert, 1), shape=entry.shape[1:])
+            names = _EXPERTS[name]
+            for part, piece in _split(whole, dict.fromkeys(names, whole.shape[0] // len(names))):
+                yield f"{prefix}mlp.experts.{expert}.{part}.{kind}", piece
         return
     elif name == "attn_sinks":
         yield f"{prefix}self_attn.sinks", entry

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.models.checkpoint.gguf.config import ARCHITECTURE
 from penstock.models.checkpoint.gguf.header import damaged, read_header
+from penstock.models.checkpoint.gguf.metadata import ARCHITECTURE
 from penstock.models.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
 from penstock.models.checkpoint.tokenizer import sentencepiece
 from penstock.models.checkpoint.tokenizer.parts import (

@@ -15,9 +15,24 @@ NUM_TOKENS = 12
 TOLERANCE = 1e-4
 
 WITHOUT = {
+    "dots1": {"sliding_window": None, "layer_types": None},
+    "glm": {"head_dim": 16},
     "gemma2": {"query_pre_attn_scalar": 24},
     "gemma3": {"query_pre_attn_scalar": 24},
     "gpt-oss": {"swiglu_limit": 7.0},
+    "llama4": {
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 8192,
+        "no_rope_layers": [1, 1, 1, 0],
+        "attn_scale": 0.1,
+        "floor_scale": 8192,
+    },
+    "llama4-two-experts": {
+        "attention_chunk_size": 8192,
+        "no_rope_layer_interval": 4,
+        "attn_temperature_tuning": True,
+        "use_qk_norm": True,
+    },
     "mixtral": {"sliding_window": None},
     "qwen2-moe": {"mlp_only_layers": []},
     "qwen2-tied": {"sliding_window": None},
@@ -27,12 +42,19 @@ WITHOUT = {
 }
 """What the format cannot express of a variant."""
 NAMES = (
-    "cohere", "cohere2", "exaone4", "falcon40b", "falcon7b", "gemma1", "gemma2", "gemma3", "glm4", "gpt-neox",
-    "gpt-neox-serial", "gpt-oss", "gpt2", "granite", "granite-moe", "llama", "llama-rope-linear",
-    "llama-rope-llama3-head80", "llama-rope-yarn", "llama-tied-biases-head24", "mixtral", "olmo2", "olmo3", "phi",
-    "phi3-longrope", "phi3-partial-rotary", "qwen2-moe", "qwen2-tied", "qwen3", "qwen3-moe", "seed-oss", "smollm3",
-    "stablelm", "stablelm-parallel", "starcoder2",
+    "arcee", "cohere", "cohere2", "dots1", "ernie", "exaone4", "falcon40b", "falcon7b", "gemma1", "gemma2", "gemma3",
+    "gemma4-experts", "gemma4-inputs", "glm", "glm4", "glm4-moe", "gpt-neox", "gpt-neox-serial", "gpt-oss", "gpt2",
+    "granite", "granite-moe", "hunyuan", "hunyuan-moe", "llama", "llama-rope-linear", "llama-rope-llama3-head80",
+    "llama-rope-yarn", "llama-tied-biases-head24", "llama4", "llama4-two-experts", "minimax-m2", "ministral3",
+    "mixtral", "nemotron", "olmo1", "olmo2", "olmo3", "olmoe", "phi", "phi3-longrope", "phi3-partial-rotary",
+    "qwen2-moe", "qwen2-tied", "qwen3", "qwen3-moe", "seed-oss", "smollm3", "stablelm", "stablelm-parallel",
+    "starcoder2",
 )  # fmt: skip
+OTHER_FAMILIES = {
+    "EXAONE": "mistral-no-window", "INTERNLM2": "llama", "MISTRAL3": "llama", "QWEN2VL": "qwen2-tied",
+    "QWEN3VL": "qwen3", "QWEN3VLMOE": "qwen3-moe",
+}  # fmt: skip
+"""Families, by the library's names, whose text model is one of another family with the same weights."""
 
 
 @pytest.fixture(params=["reference", "cpu"])
@@ -57,16 +79,29 @@ def model_of(build_model, tmp_path_factory):
     return get
 
 
+@pytest.fixture
+def check_output(backend, in_process, start_engine, prompts):
+    """Checks that the greedy output of a file is that of transformers' model."""
+
+    async def check(model, file):
+        engine = await start_engine(in_process(file, backend=backend), enable_prefix_caching=False)
+        answers = await engine.run(prompts, GREEDY, NUM_TOKENS)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            logits = model.logits(prompt + answer.token_ids)[len(prompt) - 1 : -1]
+            assert answer.token_ids == logits.argmax(-1).tolist()
+            chosen = logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids).unsqueeze(1)).squeeze(1)
+            torch.testing.assert_close(torch.tensor(answer.logprobs), chosen, atol=TOLERANCE, rtol=0)
+
+    return check
+
+
 @pytest.mark.parametrize("variant", NAMES)
-async def test_greedy_output_equals_that_of_transformers(
-    variant, model_of, backend, in_process, start_engine, prompts, tmp_path
-):
+async def test_greedy_output_equals_that_of_transformers(variant, model_of, check_output, tmp_path):
     model = model_of(variant)
-    file = write_gguf(tmp_path / "model.gguf", model.module)
-    engine = await start_engine(in_process(file, backend=backend), enable_prefix_caching=False)
-    answers = await engine.run(prompts, GREEDY, NUM_TOKENS)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        logits = model.logits(prompt + answer.token_ids)[len(prompt) - 1 : -1]
-        assert answer.token_ids == logits.argmax(-1).tolist()
-        chosen = logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids).unsqueeze(1)).squeeze(1)
-        torch.testing.assert_close(torch.tensor(answer.logprobs), chosen, atol=TOLERANCE, rtol=0)
+    await check_output(model, write_gguf(tmp_path / "model.gguf", model.module))
+
+
+@pytest.mark.parametrize("kind", OTHER_FAMILIES)
+async def test_families_with_the_weights_of_others(kind, model_of, check_output, tmp_path):
+    model = model_of(OTHER_FAMILIES[kind])
+    await check_output(model, write_gguf(tmp_path / "model.gguf", model.module, kind=kind))
