@@ -9,6 +9,15 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 LLAMA3 = _WORDS + r"\p{N}{1,3}" + _REST
 QWEN2 = _WORDS + r"\p{N}" + _REST
+SEED_CODER = _WORDS + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+HUNYUAN_DENSE = (
+    r"\p{N}{1,3}",
+    r"[\u4E00-\u9FA5\u3040-\u309F\u30A0-\u30FF]+",
+    (
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -70,13 +79,18 @@ PRE_TOKENIZERS = {
     "glm4": PreTokenizer(split_words(LLAMA3)),
     "gpt-2": _PLAIN,
     "gpt-4o": PreTokenizer(split_words(GPT_4O)),
+    "hunyuan": PreTokenizer(split_words(QWEN2)),
+    "hunyuan-dense": PreTokenizer(split_words(*HUNYUAN_DENSE)),
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
+    "llama4": PreTokenizer(split_words(GPT_4O), adds_bos=True),
+    "minimax-m2": PreTokenizer(split_words(GPT_4O)),
     "olmo": PreTokenizer(_GPT2, _NFC),
     "qwen2": _QWEN2,
     "refact": _digits(),
     "smaug-bpe": PreTokenizer(split_words(LLAMA3)),
+    "seed-coder": PreTokenizer(split_words(SEED_CODER)),
     "smollm": _digits(),
     "stablelm2": PreTokenizer(split_words(QWEN2), _NFC),
     "starcoder": _digits(),

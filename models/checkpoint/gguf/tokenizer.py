@@ -27,7 +27,7 @@ from penstock.models.errors import ModelError
 _KEY = "tokenizer.ggml."
 _END_OF_TURN = {
     "</s>", "<EOT>", "<eos>", "<end_of_turn>", "<end_of_utterance>", "<|call|>", "<|end_of_text|>", "<|endoftext|>",
-    "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|return|>",
+    "<turn|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|return|>",
 }  # fmt: skip
 """Control tokens that end an output although a file may name only one of them, as in llama.cpp."""
 
@@ -55,10 +55,14 @@ class _Tokenizer:
 
     def files(self) -> dict[str, dict[str, Any]]:
         model = self._value("model", str, None)
-        makers: Mapping[str | None, Callable[[], Part]] = {"gpt2": self._byte_level, "llama": self._sentencepiece}
+        makers: Mapping[str | None, Callable[[], Part]] = {
+            "gemma4": self._sentencepiece,
+            "gpt2": self._byte_level,
+            "llama": self._sentencepiece,
+        }
         if model not in makers:
             raise ModelError(
-                f"{self._path}: {_KEY}model is {str(model)[:60]!r}, and must be gpt2 or llama: use the model's "
+                f"{self._path}: {_KEY}model is {str(model)[:60]!r}, and must be gemma4, gpt2 or llama: use the model's "
                 "safetensors version"
             )
         described = makers[model]()

@@ -24,10 +24,14 @@ def byte_letters() -> dict[int, str]:
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}
 
 
-def split_words(pattern: str) -> Part:
-    """Returns a pre-tokenizer that cuts a text by a regular expression, and then turns its bytes into letters."""
-    cut = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return {"type": "Sequence", "pretokenizers": [cut, BYTE_LEVEL]}
+def split_words(*patterns: str) -> Part:
+    """Returns a pre-tokenizer that cuts a text by each regular expression in turn, and then turns its bytes into
+    letters."""
+    cuts = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in patterns
+    ]
+    return {"type": "Sequence", "pretokenizers": [*cuts, BYTE_LEVEL]}
 
 
 def bpe(vocab: Mapping[str, int], merges: list[tuple[str, str]], **options: Any) -> Part:

@@ -11,7 +11,9 @@ from model_files.gguf_files import add_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.tokenization_utils_base import generate_merges
 
+from penstock.models.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
 from penstock.models.checkpoint.gguf.tokenizer import tokenizer_files, write_tokenizer
+from penstock.models.checkpoint.tokenizer.parts import bpe
 from penstock.models.errors import ModelError
 from penstock.service.text.tokenizer import Tokenizer as ServedTokenizer
 
@@ -145,6 +147,31 @@ def test_sentencepiece_tokenizers_give_the_same_ids(has_prefix, tmp_path):
     check_same(original, found)
 
 
+def test_gemma_4s_tokenizer_has_merges_and_no_prefix(tmp_path):
+    original, _ = sentencepiece(has_prefix=False)
+    found, _ = rewritten(
+        tmp_path, original, pre="gemma4", bos_token="<s>", eos_token="</s>", unk_token="<unk>", architecture="gemma4",
+        change=lambda writer: writer.add_add_space_prefix(False),
+    )  # fmt: skip
+    check_same(original, found)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("hunyuan", "It'S 12!\n", ["It", "'S", " ", "1", "2", "!\n"]),
+        ("hunyuan-dense", "12345年 go!\n", ["123", "45", "年", " go", "!\n"]),
+        ("llama4", "CamelWORDS 1234", ["Camel", "WORDS", " ", "123", "4"]),
+        ("minimax-m2", "CamelWORDS 1234", ["Camel", "WORDS", " ", "123", "4"]),
+        ("seed-coder", "go 12 !\n", ["go", " ", "1", "2", " !", "\n"]),
+    ],
+)
+def test_words_of_families_without_a_tokenizer_in_transformers(name, text, words):
+    described = {"version": "1.0", "pre_tokenizer": PRE_TOKENIZERS[name].part, "model": bpe({}, [])}
+    cut = Tokenizer.from_str(json.dumps(described)).pre_tokenizer.pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in cut] == words
+
+
 def test_the_service_reads_names_templates_and_ends(tmp_path):
     template = "{{ bos_token }}{% for message in messages %}{{ message.content }}<|eot_id|>{% endfor %}"
     original = byte_level("llama-bpe")
@@ -168,7 +195,7 @@ def test_the_demo_models_tokenizer_survives(tmp_path):
 
 
 BROKEN: dict[str, dict[str, object]] = {
-    "model is 'bert', and must be gpt2 or llama": {"model": "bert"},
+    "model is 'bert', and must be gemma4, gpt2 or llama": {"model": "bert"},
     "pre is 'klingon', and this way to cut texts": {"pre": "klingon"},
     "tokens has a token twice": {"tokens": ["a", "b", "a"]},
     "tokens is missing or not an array": {"tokens": [1, 2, 3]},

@@ -1,8 +1,10 @@
-"""Files that llama.cpp's own quantizer wrote: weights are those of the dequantiser of its Python library, and outputs
-those of transformers with these weights. The quantizer is built once, below ``build/``."""
+"""Files that llama.cpp's own converter and quantizer wrote: weights are those of the dequantiser of its Python library,
+and outputs those of transformers with these weights. The quantizer is built once, below ``build/``."""
 
+import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,18 +49,48 @@ TYPES = {
 AS_STORED = ("Q4_0", "Q8_0")
 """Kinds that the CPU backend does not dequantise."""
 
+CONVERTED = (
+    "arcee", "cohere", "cohere-qk-norm", "dots1", "ernie", "exaone4", "exaone4-full", "gemma1", "gemma2",
+    "gemma4-experts", "gemma4-inputs", "glm4", "glm4-moe", "gpt-oss", "granite", "granite-moe", "llama",
+    "llama-rope-linear", "llama-rope-llama3-head80", "llama-rope-yarn", "llama-tied-biases-head24", "llama4",
+    "llama4-two-experts", "minimax-m2", "ministral3", "mistral-no-window", "mixtral", "nemotron", "olmo1", "olmo2",
+    "olmo3", "olmoe", "phi3-longrope", "qwen2-tied", "qwen3", "seed-oss", "smollm3", "stablelm", "stablelm-parallel",
+    "starcoder2",
+)  # fmt: skip
+"""The variants that the converter takes as transformers writes them."""
+CONVERT = """
+import sys
+from pathlib import Path
+sources, model, file = sys.argv[1:]
+sys.path[:0] = [f"{sources}/gguf-py", sources]
+import gguf, torch
+from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
+kind = get_model_class(get_model_architecture(ModelBase.load_hparams(Path(model), False), ModelType.TEXT))
+for each in kind.__mro__:
+    if "set_vocab" in vars(each):
+        each.set_vocab = lambda self: None
+with torch.inference_mode():
+    kind(Path(model), gguf.LlamaFileType.ALL_F32, Path(file)).write()
+"""
+"""Converts a model without its tokenizer."""
 Arrays = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def quantizer() -> Path:
-    """llama.cpp's program. Skips the tests if its sources or a compiler cannot be had."""
+def installer() -> Installer:
+    """Has llama.cpp's sources. Skips the tests if these or a compiler cannot be had."""
     installer = Installer(CACHE, [])
     try:
         find_compiler()
         installer.llama_sources()
     except (CannotBuild, OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"llama.cpp's quantizer cannot be built: {error}")
+        pytest.skip(f"llama.cpp's programs cannot be built: {error}")
+    return installer
+
+
+@pytest.fixture(scope="module")
+def quantizer(installer: Installer) -> Path:
+    """llama.cpp's program."""
     [program] = installer.llama_programs("llama-quantize")
     return program
 
@@ -136,3 +168,25 @@ async def test_output_is_that_of_transformers_with_these_weights(
     engine = await start_engine(in_process(file, backend=backend))
     for prompt, answer in zip(prompts, await engine.run(prompts, SamplingParams(temperature=0.0), 12), strict=True):
         assert answer.token_ids == model.logits(prompt + answer.token_ids)[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.fixture
+def convert(installer: Installer, tmp_path: Path) -> Callable[[Any], Path]:
+    """Returns the file that the converter makes of a model."""
+
+    def run(model: Any) -> Path:
+        file = tmp_path / "model.gguf"
+        vocabulary = {f"<{token_id}>": token_id for token_id in range(model.module.config.vocab_size)}
+        # The converters of some families drop tokens that the tokenizer lacks.
+        (model.path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
+        command = [sys.executable, "-P", "-c", CONVERT, installer.llama_sources(), model.path, file]
+        subprocess.run(command, check=True, capture_output=True)
+        return file
+
+    return run
+
+
+@pytest.mark.parametrize("variant", CONVERTED)
+async def test_a_file_of_the_converter_gives_the_output_of_transformers(variant, convert, model_of, check_output):
+    model = model_of(variant)
+    await check_output(model, convert(model))

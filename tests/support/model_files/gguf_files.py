@@ -314,15 +314,15 @@ def add_tokenizer(
     scores: list[float] | None = None,
 ) -> None:
     """Adds the content of a tokenizer.json and a tokenizer_config.json. ``pre`` is the converter's name of a byte-level
-    tokenizer's words, ``scores`` are those of a SentencePiece model."""
+    tokenizer's words, or ``gemma4``. ``scores`` are those of a SentencePiece model."""
     ids: dict[str, int] = dict(described["model"]["vocab"])
     added = {token["content"]: token for token in described.get("added_tokens", [])}
     ids |= {content: token["id"] for content, token in added.items()}
     tokens = sorted(ids, key=lambda token: ids[token])
-    writer.add_tokenizer_model("llama" if pre is None else "gpt2")
+    writer.add_tokenizer_model("llama" if pre is None else "gemma4" if pre == "gemma4" else "gpt2")
     writer.add_tokenizer_pre("default" if pre is None else pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([_kind(token, added.get(token), pre is None) for token in tokens])
+    writer.add_token_types([_kind(token, added.get(token), pre in (None, "gemma4")) for token in tokens])
     if scores is not None:
         writer.add_token_scores(scores)
     else:
