@@ -43,9 +43,9 @@ WITHOUT = {
 """What the format cannot express of a variant."""
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=["reference", pytest.param("cpu", marks=pytest.mark.soak)])
 def backend(request):
-    """Each backend that runs on a CPU, in turn."""
+    """Each backend that runs on a CPU, in turn. They share what reads files, so the long tests have the second."""
     if request.param == "cpu":
         request.getfixturevalue("cpu_library")
     return request.param
