@@ -1,4 +1,4 @@
-"""Errors as callers see them: OpenAI's format, the HTTP code, and when to retry.
+"""Errors as callers see them: in the format of OpenAI's API or of Anthropic's; the HTTP code, and when to retry.
 
 Messages come from the service, which writes them for callers, or from this package; never from an exception's text.
 """
@@ -18,6 +18,7 @@ from pydantic_core import PydanticSerializationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute
+from starlette.types import Scope
 
 import penstock.v1 as pb
 from penstock.clients.errors import InvalidOption, RequestFailed, StreamBroken, Unreachable
@@ -50,6 +51,16 @@ _TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     499: "cancelled",
     503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
     504: "timeout_error",
 }
 _NAMES = {"UNAUTHENTICATED": "invalid_api_key", "CONTEXT_LENGTH": "context_length_exceeded"}
@@ -104,6 +115,12 @@ class GatewayError(Exception):
         """Returns the error in OpenAI's format."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
+    def anthropic_body(self) -> dict[str, Any]:
+        """Returns the error in the format of Anthropic's API."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        error = {"type": kind, "message": self.message}
+        return {"type": "error", "error": error, "request_id": self.request_id or None}
+
     def headers(self) -> dict[str, str]:
         headers = {}
         if self.retry_after_s is not None:
@@ -120,8 +137,11 @@ class GatewayError(Exception):
             headers["connection"] = "close"  # the rest of the body would count as time of the next request
         return headers
 
-    def response(self) -> Response:
-        return Response(msgspec.json.encode(self.body()), self.status, self.headers(), "application/json")
+    def response(self, scope: Scope) -> Response:
+        """Returns the response to the request of ``scope``, whose path determines the format."""
+        is_anthropic = scope["path"].startswith("/v1/messages")
+        body = self.anthropic_body() if is_anthropic else self.body()
+        return Response(msgspec.json.encode(body), self.status, self.headers(), "application/json")
 
 
 class ResponseCut(Exception):
@@ -205,19 +225,19 @@ def as_gateway_error(error: Exception, renamed: Callable[[str], str] = caller_na
 
 
 def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Installs handlers that return every known error in OpenAI's format. ``routes`` are all routes."""
+    """Installs handlers that return every known error in the format of its path. ``routes`` are all routes."""
 
-    async def ours(_: Request, error: Exception) -> Response:
+    async def ours(request: Request, error: Exception) -> Response:
         release_frames(error)
-        return as_gateway_error(error).response()
+        return as_gateway_error(error).response(request.scope)
 
-    async def of_validation(_: Request, error: Exception) -> Response:
+    async def of_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         for each in error.errors():
             if isinstance(raised := each.get("ctx", {}).get("error"), Exception):  # raised by a schema's validator
                 release_frames(raised)
         release_frames(error)
-        return from_validation(error.errors()).response()
+        return from_validation(error.errors()).response(request.scope)
 
     async def of_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -227,12 +247,13 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         if error.status_code != 405:
             no_path = "no such path; OpenAI's API is under /v1, and /docs lists all paths"
             message = no_path if error.status_code == 404 else str(error.detail)
-            return GatewayError(error.status_code, message).response()
+            return GatewayError(error.status_code, message).response(request.scope)
         methods = allowed_methods(routes, path)
         if request.method == "OPTIONS":
             return options_response(methods)
         listed = ", ".join(methods)
-        response = GatewayError(405, f"{path} does not support {request.method}; use one of {listed}").response()
+        refusal = GatewayError(405, f"{path} does not support {request.method}; use one of {listed}")
+        response = refusal.response(request.scope)
         response.headers["allow"] = listed
         return response
 

@@ -77,7 +77,7 @@ class ForwardedResponse(Response):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except aiohttp.ClientError as error:
             if status is None:
-                await _failure(Unreachable).response()(scope, receive, send)
+                await _failure(Unreachable).response(scope)(scope, receive, send)
                 return
             if not is_stream:
                 raise ResponseBroken("the service ended before the response was complete") from error

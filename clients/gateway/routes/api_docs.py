@@ -57,6 +57,8 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "The kernel is", "max_tokens": 64},
     "/v1/responses": {"input": "What is a kernel?", "max_output_tokens": 64},
     "/v1/responses/input_tokens": {"input": "What is a kernel?"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "What is a kernel?"}], "max_tokens": 64},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "What is a kernel?"}]},
     "/v1/embeddings": {"input": "What is a kernel?"},
     "/v1/classify": {"input": "What is a kernel?"},
     "/v1/score": {"text_1": "What is a kernel?", "text_2": ["A part of a system.", "A seed of a fruit."]},

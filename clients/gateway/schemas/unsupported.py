@@ -52,7 +52,12 @@ IGNORED = frozenset(
 """Fields that do not change the answer."""
 
 
-def without_foreign_fields(body: Any, known: Collection[str]) -> Any:
+def without_foreign_fields(
+    body: Any,
+    known: Collection[str],
+    unsupported: Mapping[str, tuple[Any, ...]] = UNSUPPORTED,
+    ignored: Collection[str] = IGNORED,
+) -> Any:
     """Returns a body with only the fields of its schema. Raises GatewayError for other fields, unless they have no
     effect."""
     if not isinstance(body, dict):
@@ -61,10 +66,10 @@ def without_foreign_fields(body: Any, known: Collection[str]) -> Any:
     for name, value in body.items():
         if name in known:
             kept[name] = value
-        elif name in UNSUPPORTED:
-            if value not in UNSUPPORTED[name]:
+        elif name in unsupported:
+            if value not in unsupported[name]:
                 raise invalid(name, "is not supported by this service yet", code="unsupported_parameter")
-        elif name not in IGNORED:
+        elif name not in ignored:
             near = difflib.get_close_matches(shown(name), known, n=1)  # a name may be as long as a body
             hint = f"; did you mean {near[0]}?" if near else ""
             raise invalid(shown(name), f"unknown field{hint}", code="unknown_parameter")

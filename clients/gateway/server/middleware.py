@@ -106,7 +106,7 @@ class OuterMiddleware:
             release_frames(error)
             if has_begun:  # the server closes the connection, so the caller notices that the response is incomplete
                 raise _Cut from None
-            response = as_gateway_error(error).response()
+            response = as_gateway_error(error).response(scope)
             if is_refused:
                 response.headers["connection"] = "close"  # makes room for others
             await response(scope, receive, send_with_id)

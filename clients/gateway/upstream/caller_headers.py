@@ -14,14 +14,20 @@ _MAX_KEY_BYTES = 8192
 
 
 def bearer_key(headers: Headers) -> str | None:
-    """Returns the key of the header Authorization; None if there is none. Raises GatewayError."""
+    """Returns the key of the header Authorization, or of X-API-Key, which Anthropic's clients send; None if there is
+    none. Raises GatewayError."""
     given = headers.getlist("authorization")
     if len(given) > 1:
         message = f"send the header Authorization once; there are {len(given)}"
         raise GatewayError(401, message, code="invalid_api_key")
     scheme, _, key = given[0].partition(" ") if given else ("", "", "")
-    key = key.strip()
-    if scheme.lower() != "bearer" or not key:
+    key = key.strip() if scheme.lower() == "bearer" else ""
+    keys = {*headers.getlist("x-api-key"), *([key] if key else [])}
+    if len(keys) > 1:
+        message = "send the API key once, in the header Authorization or X-API-Key; there are several"
+        raise GatewayError(401, message, code="invalid_api_key")
+    key = next(iter(keys), "").strip()
+    if not key:
         return None
     if not (key.isascii() and key.isprintable() and len(key) <= _MAX_KEY_BYTES):
         message = f"the API key must be printable ASCII, at most {_MAX_KEY_BYTES:,} bytes"

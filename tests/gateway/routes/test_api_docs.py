@@ -134,7 +134,7 @@ async def test_every_body_has_an_example_that_is_accepted(start_gateway, describ
         for operation in operations.values()
         if "requestBody" in operation
     }
-    assert len(bodies) == 10
+    assert len(bodies) == 12
     for path, body in bodies.items():
         answer = await gateway.post(path, **body["example"])
         assert answer.status_code == 200, answer.text
