@@ -232,6 +232,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "include_special_tokens": _FLAG,
         "parse_reasoning": _FLAG,
         "parse_tool_calls": _FLAG,
+        "include_token_texts": _FLAG,
     },
     "GenerationCancel": {"refs": Refs(65_536)},
     "GenerationUpdate": {

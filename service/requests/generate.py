@@ -26,19 +26,13 @@ from penstock.service.requests.answer_formats import AnswerFormats
 from penstock.service.requests.answer_parsing import AnswerParsing
 from penstock.service.requests.chat import check_chat, parse_chat, shows_tools
 from penstock.service.requests.contexts import StoredContext
-from penstock.service.requests.cost import check_cost, too_expensive
+from penstock.service.requests.cost import check_cost, check_token_texts, fit_whole
 from penstock.service.requests.grammar_check import GrammarChecks, check_constraint
 from penstock.service.requests.tool_choice import CallConstraints
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.text.detokenizer import IdsOnly, text_states
 from penstock.service.text.tokenizer import TokenizerPool
 from penstock.service.text.truncation import Truncation
-
-MAX_WHOLE_ANSWER = 512_000
-"""The maximum size of a response in one message, in units of 8 bytes. It stays below the 4 MiB default limit of gRPC's
-clients, and leaves 96 KB for the other fields of 64 choices. A log-probability takes at most one unit."""
-_ID_BYTES = 3
-"""The maximum size of an id below 2**21."""
 
 _FORMS: Mapping[int, OutputForm] = {
     pb.OUTPUT_FORMAT_UNSPECIFIED: OutputForm(text=True, token_ids=False),
@@ -64,11 +58,6 @@ class ResponseMode(Enum):
     STREAMED = auto()
     WHOLE = auto()
     """The output is sent in one message."""
-
-
-def output_form(start: pb.GenerationStart) -> OutputForm:
-    """Returns the parts of the output to send. ``start`` has passed ``check``."""
-    return _FORMS[start.output.format]
 
 
 class PreparedRequest(NamedTuple):
@@ -138,12 +127,18 @@ class RequestBuilder:
         elif start.HasField("constraint"):
             check_constraint(start)
         self._parsing.check(start)
+        check_token_texts(start.output, self._tokenizer.pieces.longest_bytes)
         sampling = start.sampling
         if sampling.HasField("max_tokens"):
             if sampling.min_tokens > sampling.max_tokens:
                 raise invalid("sampling.min_tokens", f"must be at most max_tokens, {sampling.max_tokens:,}")
             # How much of max_tokens fits in the context is only known with the prompt. This much cost is certain.
             check_cost(sampling.n or 1, None, None, 1, min(sampling.max_tokens, self._left(1)))
+
+    def output_form(self, start: pb.GenerationStart) -> OutputForm:
+        """Returns the parts of the output to send. ``start`` has passed ``check``."""
+        form = _FORMS[start.output.format]
+        return form._replace(token_text=self._tokenizer.pieces.by_itself if start.output.include_token_texts else None)
 
     def cut_max_tokens(self, request: Request, max_tokens: int) -> int:
         """Returns the effective value of a new ``max_tokens`` for a prepared request. Raises ServiceError."""
@@ -221,7 +216,8 @@ class RequestBuilder:
         n, num_prompt_tokens = start.sampling.n or 1, len(prompt.token_ids)
         max_tokens = self._max_tokens(start, num_prompt_tokens)
         if answer is ResponseMode.WHOLE:
-            max_tokens = self._fit_whole(start, num_prompt_tokens, max_tokens)
+            longest_bytes = self._tokenizer.pieces.longest_bytes
+            max_tokens = fit_whole(start, self.output_form(start), longest_bytes, num_prompt_tokens, max_tokens)
         logprobs, prompt_logprobs = (_optional(start.output, name) for name in ("logprobs", "prompt_logprobs"))
         check_cost(n, logprobs, prompt_logprobs, num_prompt_tokens, max_tokens)
         request = Request(
@@ -319,30 +315,6 @@ class RequestBuilder:
             )
         return max_tokens
 
-    def _fit_whole(self, start: pb.GenerationStart, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Returns ``max_tokens``, reduced to fit in one message if the caller did not set it. Raises ServiceError if
-        the caller's own ``max_tokens`` does not fit."""
-        n, output, form = start.sampling.n or 1, start.output, output_form(start)
-        token_bytes = form.text * self._tokenizer.pieces.longest_bytes + form.token_ids * _ID_BYTES
-        units = -(-token_bytes // 8)
-        field, formula, units_per_token = "sampling.max_tokens", f"n x max_tokens x {units}", units
-        if output.HasField("logprobs"):
-            field, formula = "output.logprobs", f"n x max_tokens x (logprobs + {units + 1})"
-            units_per_token += output.logprobs + 1
-        prompt_units = 0
-        if output.HasField("prompt_logprobs"):
-            formula += " + prompt tokens x (prompt_logprobs + 1)"
-            prompt_units = num_prompt_tokens * (output.prompt_logprobs + 1)
-        if not start.sampling.HasField("max_tokens"):
-            room = (MAX_WHOLE_ANSWER - prompt_units) // max(1, n * units_per_token)
-            max_tokens = max(1, start.sampling.min_tokens, min(max_tokens, room))
-        output_units = n * max_tokens * units_per_token
-        if prompt_units + output_units > MAX_WHOLE_ANSWER:
-            field = "output.prompt_logprobs" if prompt_units > output_units else field
-            remedy = "reduce one of them, or call GenerateOne, which streams the output"
-            raise too_expensive(field, formula, prompt_units + output_units, MAX_WHOLE_ANSWER, remedy)
-        return max_tokens
-
     def _sampling(self, start: pb.GenerationStart) -> SamplingParams:
         sampling, output = self._defaults.applied(start.sampling), start.output
         stop_token_ids = set(sampling.stop_token_ids)
@@ -379,7 +351,7 @@ class RequestBuilder:
         )
 
     def _make_text(self, start: pb.GenerationStart) -> Callable[[], TextState]:
-        if not output_form(start).text and not start.sampling.stop:
+        if not self.output_form(start).text and not start.sampling.stop:
             return IdsOnly
         sampling, with_specials = start.sampling, start.output.include_special_tokens
         shown_ids = self._parsing.shown_ids(start)

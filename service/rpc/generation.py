@@ -222,13 +222,13 @@ class _WholeAnswer:
     def accepted(self, accepted: pb.Accepted) -> None:
         """Does nothing: the end contains all of it."""
 
-    def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk) -> None:
+    def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk, form: OutputForm) -> None:
         """Appends ``part``. Parts arrive in order and without gaps."""
         whole = self._response.prompt_logprobs
         if not self._response.HasField("prompt_logprobs"):
             whole.ref = ref
             whole.start = part.start
-        fill_logprobs(whole.logprobs, part.logprobs)
+        fill_logprobs(whole.logprobs, part.logprobs, part.token_ids, form)
 
     def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:
         while len(self._texts) <= delta.choice:

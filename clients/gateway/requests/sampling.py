@@ -84,6 +84,7 @@ def fill_output(
         output.logprobs = logprobs
     if prompt_logprobs is not None:
         output.prompt_logprobs = prompt_logprobs
+    output.include_token_texts = logprobs is not None or prompt_logprobs is not None
     output.include_special_tokens = body.skip_special_tokens is False
 
 

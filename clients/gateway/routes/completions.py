@@ -25,11 +25,9 @@ from penstock.clients.gateway.responses.http_response import StreamingOrWholeRes
 from penstock.clients.gateway.responses.logprobs import (
     ChoiceLists,
     TokenNames,
-    cut,
-    named_ids,
     prompt_entries,
 )
-from penstock.clients.gateway.responses.stop_text import described_ids, finish_reason, stop_reason, with_stop
+from penstock.clients.gateway.responses.stop_text import finish_reason, shown_stops, stop_reason, with_stop
 from penstock.clients.gateway.responses.usage import UsageTracker
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.common import is_single, without_texts
@@ -166,8 +164,7 @@ class CompletionWriter:
         n = body.num_choices
         self._choices = [[ChoiceLists(at * n + i) for i in range(n)] for at in range(len(prompts))]
         self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
-        self._names_prompts = body.prompt_logprobs is not None or self._echoes_logprobs
-        self._names_tokens = self._names_prompts or body.logprobs is not None or bool(body.include_stop_str_in_output)
+        self._names = TokenNames(as_ids=bool(body.return_tokens_as_token_ids))
         self._begun = False
 
     def begin_response(self, request_id: str) -> list[Json]:
@@ -176,18 +173,17 @@ class CompletionWriter:
 
     async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
         """Returns chunks of the prompts, if they are shown, and of new events."""
-        known = await self._describe(arrivals) if self._names_tokens else {}
-        names = TokenNames(known, as_ids=bool(self._body.return_tokens_as_token_ids))
+        known = await self._describe(arrivals)
         chunks: list[Json] = []
         if not self._begun:
             self._begun = True
-            chunks = self._show_prompts(names)
+            chunks = self._show_prompts(known)
         for at, event in arrivals:
             self._usage_tracker.count(event)
             if isinstance(event, Delta):
-                chunks += self._delta(self._choices[at][event.choice], event, names)
+                chunks += self._delta(self._choices[at][event.choice], event, known)
             elif isinstance(event, PromptLogprobs):
-                chunks += self._prompt_part(at, event, names)
+                chunks += self._prompt_part(at, event)
         return chunks
 
     def end(self) -> list[Json]:
@@ -198,20 +194,15 @@ class CompletionWriter:
         return [error.body()]
 
     async def _describe(self, arrivals: Sequence[Arrival]) -> Mapping[int, TokenDescription]:
-        """Describes the tokens that the answer names, if any."""
-        ids: set[int] = set()
-        if not self._begun and self._names_prompts:
-            ids.update(*(prompt.token_ids or () for prompt in self._prompts))
-        for _, event in arrivals:
-            if isinstance(event, Delta):
-                ids |= described_ids(event, self._body)
-            elif isinstance(event, PromptLogprobs):
-                ids |= named_ids((), event.logprobs)
-        wanted = ids or self._names_prompts  # those of the prompts are known from the first call
-        return await self._caller.describe(ids) if wanted else {}
+        """Describes the tokens that the answer shows without log-probabilities: stop tokens, and the first ones of
+        prompts."""
+        ids = shown_stops((event for _, event in arrivals if isinstance(event, Delta)), self._body)
+        if not self._begun and self._echoes_logprobs:
+            ids.update(prompt.token_ids[0] for prompt in self._prompts if prompt.token_ids)
+        return await self._caller.describe(ids) if ids else {}
 
-    def _show_prompts(self, names: TokenNames) -> list[Json]:
-        if not (self._body.echo or self._body.return_token_ids or self._names_prompts):
+    def _show_prompts(self, known: Mapping[int, TokenDescription]) -> list[Json]:
+        if not (self._body.echo or self._body.return_token_ids or self._body.prompt_logprobs is not None):
             return []
         chunks = []
         for prompt, choices in zip(self._prompts, self._choices, strict=True):
@@ -223,13 +214,13 @@ class CompletionWriter:
                 if self._body.return_token_ids:
                     shown |= {"prompt_token_ids": list(prompt.token_ids or ()), "token_ids": []}
                 if self._echoes_logprobs and prompt.token_ids:
-                    shown["logprobs"] = choice.add_prompt(prompt, 0, None, names)
+                    shown["logprobs"] = choice.begin_prompt(prompt, known[prompt.token_ids[0]].text, self._names)
                 if self._body.prompt_logprobs is not None:
                     shown["prompt_logprobs"] = [None]
                 chunks.append(self._usage_tracker.chunk([shown]))
         return chunks
 
-    def _prompt_part(self, at: int, part: PromptLogprobs, names: TokenNames) -> list[Json]:
+    def _prompt_part(self, at: int, part: PromptLogprobs) -> list[Json]:
         token_ids = self._prompts[at].token_ids
         assert token_ids is not None, "read_prompts returns the ids of prompts whose log-probabilities are requested"
         ids = token_ids[part.start : part.start + len(part.logprobs.chosen)]
@@ -237,23 +228,24 @@ class CompletionWriter:
         for choice in self._choices[at]:
             shown = self._empty(choice)
             if self._echoes_logprobs:
-                logprobs = cut(part.logprobs, self._body.logprobs or 0)
-                shown["logprobs"] = choice.add_prompt(self._prompts[at], part.start, logprobs, names)
+                logprobs = part.logprobs.cut(self._body.logprobs or 0)
+                shown["logprobs"] = choice.add_prompt(self._prompts[at], part.start, logprobs, self._names)
             if self._body.prompt_logprobs is not None:
-                shown["prompt_logprobs"] = prompt_entries(ids, cut(part.logprobs, self._body.prompt_logprobs), names)
+                logprobs = part.logprobs.cut(self._body.prompt_logprobs)
+                shown["prompt_logprobs"] = prompt_entries(ids, logprobs, self._names)
             chunks.append(self._usage_tracker.chunk([shown]))
         return chunks
 
-    def _delta(self, choice: ChoiceLists, delta: Delta, names: TokenNames) -> list[Json]:
+    def _delta(self, choice: ChoiceLists, delta: Delta, known: Mapping[int, TokenDescription]) -> list[Json]:
         shown = self._empty(choice)
         if delta.end is not None:
             shown["finish_reason"] = finish_reason(delta.end)
             shown["stop_reason"] = stop_reason(delta.end, self._eos)
         if self._scores_alone:
             return [self._usage_tracker.chunk([shown | {"finish_reason": "length"}])] if delta.end is not None else []
-        shown["text"] = with_stop(delta, self._body, names)
+        shown["text"] = with_stop(delta, self._body, known)
         if delta.logprobs is not None:
-            shown["logprobs"] = choice.add_tokens(delta, delta.logprobs, shown["text"], names)
+            shown["logprobs"] = choice.add_tokens(delta, delta.logprobs, shown["text"], self._names)
         if self._body.return_token_ids:
             shown["token_ids"] = delta.token_ids
         return [self._usage_tracker.chunk([shown])]

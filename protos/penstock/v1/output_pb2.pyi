@@ -101,6 +101,7 @@ class OutputOptions(_message.Message):
     INCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     PARSE_REASONING_FIELD_NUMBER: _builtins.int
     PARSE_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    INCLUDE_TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     format: Global___OutputFormat.ValueType
     """Text, token ids or both. Default: OUTPUT_FORMAT_TEXT."""
     logprobs: _builtins.int
@@ -123,6 +124,11 @@ class OutputOptions(_message.Message):
     turns out to be no call stays text. Needs a format with text and a `chat`; without tools, or with
     TOOL_CHOICE_MODE_NONE, all is text. INVALID_ARGUMENT if there are tools and the format is unknown. Default: false.
     """
+    include_token_texts: _builtins.bool
+    """Whether log-probabilities include the text of each token: that of TokenDescription.text. Texts count towards the
+    limit of Complete. (`logprobs` + 1) x (bytes of the model's longest token + 11) is at most 16,384, and so for
+    `prompt_logprobs`. Default: false.
+    """
     def __init__(
         self,
         *,
@@ -132,10 +138,11 @@ class OutputOptions(_message.Message):
         include_special_tokens: _builtins.bool = ...,
         parse_reasoning: _builtins.bool = ...,
         parse_tool_calls: _builtins.bool = ...,
+        include_token_texts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "format", b"format", "include_special_tokens", b"include_special_tokens", "logprobs", b"logprobs", "parse_reasoning", b"parse_reasoning", "parse_tool_calls", b"parse_tool_calls", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "format", b"format", "include_special_tokens", b"include_special_tokens", "include_token_texts", b"include_token_texts", "logprobs", b"logprobs", "parse_reasoning", b"parse_reasoning", "parse_tool_calls", b"parse_tool_calls", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -324,6 +331,8 @@ class Logprobs(_message.Message):
     TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
     TEXT_LENGTHS_FIELD_NUMBER: _builtins.int
+    CHOSEN_TEXTS_FIELD_NUMBER: _builtins.int
+    TOP_TEXTS_FIELD_NUMBER: _builtins.int
     num_top: _builtins.int
     """k: the number of alternatives of each token."""
     @_builtins.property
@@ -345,6 +354,14 @@ class Logprobs(_message.Message):
         reasoning, calls, markers and stop strings do not. Empty for prompts.
         """
 
+    @_builtins.property
+    def chosen_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The text of each token by itself, as TokenDescription.text. Only if `output.include_token_texts` is set."""
+
+    @_builtins.property
+    def top_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The texts of the alternatives. Only if `output.include_token_texts` is set."""
+
     def __init__(
         self,
         *,
@@ -353,10 +370,12 @@ class Logprobs(_message.Message):
         top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         top: _abc.Iterable[_builtins.float] | None = ...,
         text_lengths: _abc.Iterable[_builtins.int] | None = ...,
+        chosen_texts: _abc.Iterable[_builtins.bytes] | None = ...,
+        top_texts: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "num_top", b"num_top", "text_lengths", b"text_lengths", "top", b"top", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "chosen_texts", b"chosen_texts", "num_top", b"num_top", "text_lengths", b"text_lengths", "top", b"top", "top_texts", b"top_texts", "top_token_ids", b"top_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,7 +2,7 @@
 
 import penstock.v1 as pb
 from penstock.clients.events import Delta, Finished, FinishReason, collect, merge
-from penstock.clients.tool_calls import CalledTool, ToolCallPart
+from penstock.clients.output import CalledTool, ToolCallPart
 
 FINISHED = Finished.from_proto(
     pb.Finished(reason=pb.FINISH_REASON_TOOL_CALLS, usage=pb.Usage(output_tokens=9, reasoning_tokens=4))
@@ -25,7 +25,10 @@ def deltas():
 def test_parts_become_a_whole_answer():
     completion = collect([*deltas(), FINISHED], 1)
     assert (completion.text, completion.reasoning, completion.token_ids) == ("ok!", "Hm", [1, 2, 3, 7])
-    assert completion.tool_calls == [CalledTool("a", "look", '{"x": 1}'), CalledTool("b", "go", "{")]
+    assert completion.tool_calls == [
+        CalledTool("a", "look", '{"x": 1}', 2),
+        CalledTool("b", "go", "{", 3, is_incomplete=True),
+    ]
     assert completion.finish_reason is completion.finished.reason is FinishReason.TOOL_CALLS
     assert completion.usage.reasoning_tokens == 4
 
