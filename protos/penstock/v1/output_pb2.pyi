@@ -9,7 +9,6 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.rpc import status_pb2 as _status_pb2
-from penstock.v1 import prompt_pb2 as _prompt_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -174,8 +173,9 @@ class Delta(_message.Message):
     choice: _builtins.int
     """The number of the choice: 0 to n-1."""
     text: _builtins.str
-    """Whole characters, never a possible beginning of a stop string, or of a marker of a parsed output, if text was
-    requested. Without the output's reasoning and calls if these are parsed.
+    """Whole characters, if text was requested. A possible beginning of a stop string, or of a marker of a parsed output,
+    is held back until it is known what it is, or until the choice ends. Without the output's reasoning and calls if
+    these are parsed.
     """
     reasoning: _builtins.str
     """The model's reasoning. Only if `output.parse_reasoning` is set."""
@@ -192,7 +192,9 @@ class Delta(_message.Message):
 
     @_builtins.property
     def end(self) -> Global___ChoiceEnd:
-        """How the choice ended. Only in its last delta."""
+        """How the choice ended. Only in its last delta. Each choice with output has one, with all that was held back, also if
+        the request is cancelled, reaches its deadline or fails, except with ERROR_REASON_INTERNAL.
+        """
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
@@ -296,10 +298,8 @@ class Choice(_message.Message):
         """Why this choice ended."""
 
     @_builtins.property
-    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_prompt_pb2.ToolCall]:
-        """The tool calls. Only if `output.parse_tool_calls` is set. Arguments may be incomplete unless the reason of the end is
-        FINISH_REASON_TOOL_CALLS.
-        """
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputToolCall]:
+        """The tool calls. Only if `output.parse_tool_calls` is set."""
 
     def __init__(
         self,
@@ -310,7 +310,7 @@ class Choice(_message.Message):
         logprobs: Global___Logprobs | None = ...,
         end: Global___ChoiceEnd | None = ...,
         reasoning: _builtins.str = ...,
-        tool_calls: _abc.Iterable[_prompt_pb2.ToolCall] | None = ...,
+        tool_calls: _abc.Iterable[Global___OutputToolCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -319,6 +319,48 @@ class Choice(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Choice: _TypeAlias = Choice  # noqa: Y015
+
+@_typing.final
+class OutputToolCall(_message.Message):
+    """A tool call of an output, complete: all its ToolCallDeltas joined."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    TEXT_OFFSET_FIELD_NUMBER: _builtins.int
+    IS_INCOMPLETE_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """The id of the call, made by the service or the model."""
+    name: _builtins.str
+    """The name of the function."""
+    arguments_json: _builtins.str
+    """The arguments: the JSON text of an object, unless the call is incomplete. Not checked against the schema unless a
+    grammar enforces it.
+    """
+    text_offset: _builtins.int
+    """The number of characters of the choice's text that precede the call."""
+    is_incomplete: _builtins.bool
+    """Whether the arguments are incomplete: the output ended, or what followed is not valid JSON. False for all calls if
+    the reason of the end is FINISH_REASON_TOOL_CALLS.
+    """
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+        text_offset: _builtins.int = ...,
+        is_incomplete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "is_incomplete", b"is_incomplete", "name", b"name", "text_offset", b"text_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutputToolCall: _TypeAlias = OutputToolCall  # noqa: Y015
 
 @_typing.final
 class Logprobs(_message.Message):
