@@ -25,7 +25,7 @@ from penstock.clients.gateway.responses.chat_stream import ChatReader, Part
 from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse
 from penstock.clients.gateway.responses.logprobs import TokenNames, prompt_entries
 from penstock.clients.gateway.responses.usage import UsageTracker
-from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
+from penstock.clients.gateway.routes.caller_route import GENERATION_ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.chat import ChatCompletion, ChatRequest
 from penstock.clients.gateway.schemas.common import without_texts
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
@@ -47,7 +47,7 @@ def make_router() -> APIRouter:
     @router.post(
         "/v1/chat/completions",
         response_model=ChatCompletion,
-        responses=ERRORS | _OK,
+        responses=GENERATION_ERRORS | _OK,
         summary="Answer a conversation",
         description="OpenAI's chat completions, with vLLM's additional fields. Combined, the chunks of a streamed "
         "answer are the same as the answer without `stream`.",

@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.datastructures import Headers
 from starlette.responses import Response
 
 import penstock.v1 as pb
 from penstock.clients.events import Delta, PromptLogprobs
 from penstock.clients.gateway.errors import GatewayError, invalid
-from penstock.clients.gateway.field_names import caller_name
+from penstock.clients.gateway.field_names import IDEMPOTENCY_KEY, caller_name
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.requests.constraints import constraint_names, fill_constraint
 from penstock.clients.gateway.requests.prompts import ParsedPrompt, prompt_names, read_prompts
@@ -29,7 +30,7 @@ from penstock.clients.gateway.responses.logprobs import (
 )
 from penstock.clients.gateway.responses.stop_text import finish_reason, shown_stops, stop_reason, with_stop
 from penstock.clients.gateway.responses.usage import UsageTracker
-from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
+from penstock.clients.gateway.routes.caller_route import GENERATION_ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.common import is_single, without_texts
 from penstock.clients.gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionRequest, CompletionResponse
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
@@ -47,7 +48,7 @@ def make_router() -> APIRouter:
     @router.post(
         "/v1/completions",
         response_model=CompletionResponse,
-        responses=ERRORS,
+        responses=GENERATION_ERRORS,
         summary="Continue one or more texts",
         description="OpenAI's completions, with vLLM's additional fields. With `stream`, the answer is a series "
         "of server-sent events with one chunk each, followed by `[DONE]`. A chunk has the answer's format, but only "
@@ -82,7 +83,7 @@ def _check(body: CompletionRequest) -> None:
 
 
 def _starts(
-    prompts: Sequence[ParsedPrompt], body: CompletionRequest, headers: Mapping[str, str], caller: UpstreamCaller
+    prompts: Sequence[ParsedPrompt], body: CompletionRequest, headers: Headers, caller: UpstreamCaller
 ) -> list[pb.GenerationStart]:
     """Returns one request for each prompt. Each has all options, so together they may be many times the size of the
     body."""
@@ -90,6 +91,8 @@ def _starts(
     num_bytes = 0
     for prompt in prompts:
         starts.append(_start(prompt, body, headers, caller))
+        if len(prompts) > 1 and starts[-1].idempotency_key:  # some may end well although the others fail
+            raise invalid(IDEMPOTENCY_KEY, "only with one prompt; send a request for each")
         num_bytes += starts[-1].ByteSize()
         if num_bytes > _MAX_STARTS_BYTES:
             message = "the prompts, each with the options, are too large for one request; send fewer of them at once"
@@ -98,7 +101,7 @@ def _starts(
 
 
 def _start(
-    prompt: ParsedPrompt, body: CompletionRequest, headers: Mapping[str, str], caller: UpstreamCaller
+    prompt: ParsedPrompt, body: CompletionRequest, headers: Headers, caller: UpstreamCaller
 ) -> pb.GenerationStart:
     start = new_start(body, headers, caller.settings)
     prompt.put_into(start)
