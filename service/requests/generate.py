@@ -24,7 +24,7 @@ from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.parsers.base import AnswerParser
 from penstock.service.requests.answer_formats import AnswerFormats
 from penstock.service.requests.answer_parsing import AnswerParsing
-from penstock.service.requests.chat import check_chat, parse_chat, shows_tools
+from penstock.service.requests.chat import ToolSchemas, check_chat, parse_chat, shows_tools
 from penstock.service.requests.contexts import StoredContext
 from penstock.service.requests.cost import check_cost, check_token_texts, fit_whole
 from penstock.service.requests.grammar_check import GrammarChecks, check_constraint
@@ -185,17 +185,17 @@ class RequestBuilder:
     ) -> PreparedRequest:
         """Returns the scheduler's request, and the parsers of its output. ``start`` has passed ``check``; ``context``
         is the context of the request that it continues. Raises ServiceError."""
-        grammar = ""
+        grammar, schemas = "", ToolSchemas(start.chat)
         if self._calls.applies(start):
-            grammar = await self._call_grammar(start, origin.tenant)
+            grammar = await self._call_grammar(start, schemas, origin.tenant)
         elif start.constraint.WhichOneof("kind") is not None:
             grammar = await self._grammars.grammar(start.constraint, origin.tenant)
-        work = functools.partial(self._make, start, origin, sink, answer, context, grammar)
+        work = functools.partial(self._make, start, origin, sink, answer, context, grammar, schemas)
         return await self._pool.run(work, start.ByteSize(), origin.tenant)
 
-    async def _call_grammar(self, start: pb.GenerationStart, tenant: str) -> str:
+    async def _call_grammar(self, start: pb.GenerationStart, schemas: ToolSchemas, tenant: str) -> str:
         """Returns the grammar of an output whose calls are constrained. Raises ServiceError."""
-        work = functools.partial(self._calls.constraint, start)
+        work = functools.partial(self._calls.constraint, start, schemas)
         constraint = await self._pool.run(work, start.chat.ByteSize(), tenant)
         try:
             return await self._grammars.grammar(constraint, tenant)
@@ -210,9 +210,13 @@ class RequestBuilder:
         answer: ResponseMode,
         context: StoredContext | None,
         grammar: str,
+        schemas: ToolSchemas,
     ) -> PreparedRequest:
         salt = tenant_salt(self._model_name, origin.tenant)
-        prompt = self._prompt(start, salt) if context is None else self._continued(start, salt, context)
+        if context is None:
+            prompt = self._prompt(start, schemas, salt)
+        else:
+            prompt = self._continued(start, schemas, salt, context)
         n, num_prompt_tokens = start.sampling.n or 1, len(prompt.token_ids)
         max_tokens = self._max_tokens(start, num_prompt_tokens)
         if answer is ResponseMode.WHOLE:
@@ -242,14 +246,15 @@ class RequestBuilder:
             grammar=self._whole_grammar(start, grammar, prompt.token_ids, max_tokens),
             grammar_end_ids=frozenset(self._tokenizer.eos_token_ids if grammar else ()),
         )
-        return PreparedRequest(request, self._parsing.parsers(start, prompt.token_ids, is_constrained=bool(grammar)))
+        parsers = self._parsing.parsers(start, prompt.token_ids, schemas, is_constrained=bool(grammar))
+        return PreparedRequest(request, parsers)
 
     def _whole_grammar(self, start: pb.GenerationStart, grammar: str, prompt: list[int], max_tokens: int) -> str:
         if not grammar or self._calls.includes_reasoning(start):
             return grammar
         return self._parsing.after_reasoning(grammar, start, prompt, max_tokens)
 
-    def _prompt(self, start: pb.GenerationStart, salt: bytes) -> Prompt:
+    def _prompt(self, start: pb.GenerationStart, schemas: ToolSchemas, salt: bytes) -> Prompt:
         kind = start.WhichOneof("prompt")
         truncation = self._truncation(start)
         if kind == "text":
@@ -257,13 +262,14 @@ class RequestBuilder:
             return self._pool.prompt(self._tokenizer.encode(start.text, True, truncation, limit), salt, limit)
         if kind == "chat":
             limit = self._pool.limit("chat")
-            token_ids = self._tokenizer.encode_chat(parse_chat(start.chat), limit if truncation is None else None)
+            chat = parse_chat(start.chat, schemas)
+            token_ids = self._tokenizer.encode_chat(chat, limit if truncation is None else None)
         else:
             limit, token_ids = self._pool.limit("token_ids.ids"), list(start.token_ids.ids)
             self._validator.check_ids(token_ids, limit.field)
         return self._pool.prompt(token_ids if truncation is None else truncation.cut(token_ids), salt, limit)
 
-    def _continued(self, start: pb.GenerationStart, salt: bytes, kept: StoredContext) -> Prompt:
+    def _continued(self, start: pb.GenerationStart, schemas: ToolSchemas, salt: bytes, kept: StoredContext) -> Prompt:
         kind = start.WhichOneof("prompt")
         field: str = "token_ids.ids" if kind == "token_ids" else kind or "continue_from"
         context, truncation = kept.unpacked(), self._truncation(start)
@@ -273,7 +279,7 @@ class RequestBuilder:
         if kind == "text":
             more = self._tokenizer.encode_after(start.text, most)
         elif kind == "chat":
-            more = self._tokenizer.encode_chat_after(parse_chat(start.chat), most)
+            more = self._tokenizer.encode_chat_after(parse_chat(start.chat, schemas), most)
         elif kind == "token_ids":
             more = list(start.token_ids.ids)
             self._validator.check_ids(more, field)
