@@ -206,7 +206,8 @@ async def test_logprobs_of_output_and_prompt_count_together(convert, make_builde
 async def test_the_log_probabilities_of_a_token_fit_in_a_message(
     convert, make_builder, byte_tokenizer, monkeypatch, name
 ):
-    request = start("x", pb.OutputOptions(**{name: 20}, include_token_texts=True), max_tokens=1)
+    request = start("x", pb.OutputOptions(include_token_texts=True), max_tokens=1)
+    setattr(request.output, name, 20)
     monkeypatch.setattr(byte_tokenizer.pieces, "longest_bytes", 16_384 // 21 - 11)
     assert await convert(request, make_builder())
     monkeypatch.setattr(byte_tokenizer.pieces, "longest_bytes", 16_384 // 21 - 10)

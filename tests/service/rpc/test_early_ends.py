@@ -68,7 +68,7 @@ TOOL_TEMPLATE = "{{ tools or '' }}{% for m in messages %}<|turn|>{{ m.content }}
 
 def choices_of(stream):
     """The text, the ids and the ends of each choice."""
-    found = {}
+    found: dict[int, tuple[list[str], list[int], list[pb.ChoiceEnd]]] = {}
     for message in stream.reading.messages:
         for delta in message.deltas:
             text, ids, ends = found.setdefault(delta.choice, ([], [], []))
