@@ -64,7 +64,10 @@ class TokenTextTable:
         return self._showing[special_ids]
 
     def by_itself(self, token_id: int) -> bytes:
-        """Returns the text of one token in UTF-8, or the name of a special token. It may be part of a character."""
+        """Returns the text of one token in UTF-8, or the name of a special token. It may be part of a character. Empty
+        for an id without a token: a model may have more rows than its tokenizer has tokens."""
+        if token_id >= len(self.all):
+            return b""
         text = self.all[token_id]
         return self.split[token_id] if text is None else text.encode()
 

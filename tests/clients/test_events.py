@@ -25,8 +25,8 @@ NUM_CHOICES = 3
 
 
 def logprobs(num_tokens):
-    texts = [b"x"] * num_tokens
-    return Logprobs([-0.5] * num_tokens, 1, list(range(num_tokens)), [-0.25] * num_tokens, [], texts, texts)
+    ids, texts = list(range(num_tokens)), [b"x"] * num_tokens
+    return Logprobs([-0.5] * num_tokens, 1, ids, [-0.25] * num_tokens, [], texts, list(texts))
 
 
 def delta(choice, ids, with_logprobs):

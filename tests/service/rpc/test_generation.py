@@ -260,6 +260,14 @@ class TestOutput:
             assert not logprobs.chosen_texts
             assert not logprobs.top_texts
 
+    async def test_ids_without_a_token_have_no_text(self, start_service):
+        service = await start_service(FakeExecutor(vocab_size=258, next_token=lambda *_: 255))
+        output = pb.OutputOptions(logprobs=20, include_token_texts=True)
+        response = await service.generation.Complete(pb.CompleteRequest(start=begin(max_tokens=1, output=output).start))
+        logprobs = response.choices[0].logprobs
+        assert max(logprobs.top_token_ids) > 257
+        assert [not text for text in logprobs.top_texts] == [each > 257 for each in logprobs.top_token_ids]
+
     async def test_long_prompt_logprobs_come_in_parts(self, start_service, new_reading):
         service = await start_service()
         frame = begin(1, text="x" * 3000, max_tokens=1, output=pb.OutputOptions(prompt_logprobs=20))
