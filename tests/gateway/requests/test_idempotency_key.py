@@ -39,13 +39,13 @@ async def test_a_repetition_is_refused_with_the_others_id(gateway, path, stream)
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("keys", [[""], ["x" * 129], ["ö"], ["a\tb"], ["a", "a"]])
-async def test_an_invalid_key_names_the_header(gateway, path, keys):
-    headers = [("Idempotency-Key", key.encode("latin-1")) for key in keys]
-    response = await gateway.http.post(path, json=PATHS[path], headers=headers)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "Idempotency-Key")
-    assert error["message"].startswith("Idempotency-Key: ")
+async def test_an_invalid_key_names_the_header(gateway, path):
+    for keys in ([""], ["x" * 129], ["ö"], ["a\tb"], ["a", "a"]):
+        headers = [("Idempotency-Key", key.encode("latin-1")) for key in keys]
+        response = await gateway.http.post(path, json=PATHS[path], headers=headers)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "Idempotency-Key")
+        assert error["message"].startswith("Idempotency-Key: ")
     assert (await gateway.post(path, headers=keyed("x" * 128), **PATHS[path])).status_code == 200
 
 
