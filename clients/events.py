@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import penstock.v1 as pb
 from penstock.clients.errors import RequestFailed, failure_from_status
-from penstock.clients.tool_calls import CalledTool, ToolCallPart, append_parts, whole_calls
+from penstock.clients.output import CalledTool, Logprobs, ToolCallPart, append_parts, whole_calls
 
 
 class FinishReason(Enum):
@@ -25,37 +25,6 @@ class FinishReason(Enum):
 
 
 _REASONS = {pb.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
-
-
-@dataclass(slots=True)
-class Logprobs:
-    """Natural logarithms as flat arrays: entry t of ``chosen`` and entries t*num_top to (t+1)*num_top of the ``top``
-    arrays belong to the t-th token."""
-
-    chosen: list[float] = field(default_factory=list)
-    num_top: int = 0
-    top_token_ids: list[int] = field(default_factory=list)
-    top: list[float] = field(default_factory=list)
-    text_lengths: list[int] = field(default_factory=list)
-    """How many characters of the output's text begin in each token; empty for prompts, and if no text was requested."""
-
-    def extend(self, more: "Logprobs") -> None:
-        """Appends the entries of the tokens that follow."""
-        self.num_top = more.num_top
-        self.chosen += more.chosen
-        self.top_token_ids += more.top_token_ids
-        self.top += more.top
-        self.text_lengths += more.text_lengths
-
-    @classmethod
-    def from_proto(cls, message: pb.Logprobs) -> "Logprobs":
-        return cls(
-            list(message.chosen),
-            message.num_top,
-            list(message.top_token_ids),
-            list(message.top),
-            list(message.text_lengths),
-        )
 
 
 @dataclass(slots=True)

@@ -62,6 +62,8 @@ class Options(ChatOptions, total=False):
     """Whether the model's reasoning is separated from the text."""
     parse_tool_calls: bool | None
     """Whether tool calls are separated from the text. Needs a conversation."""
+    include_token_texts: bool | None
+    """Whether log-probabilities include the text of each token, as bytes."""
 
     model: str | None
     """The name of the model. Default: the only one."""

@@ -120,6 +120,7 @@ class PromptLogprobsChunk:
     """A part of the prompt's log-probabilities, in order and without gaps; ``start`` is a position in the prompt."""
 
     start: int
+    token_ids: Sequence[int]
     logprobs: TokenLogprobs
 
 

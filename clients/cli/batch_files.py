@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 import penstock.v1 as pb
 from penstock.clients.errors import InvalidOption, PenstockError, RequestFailed
 from penstock.clients.events import Choice, Completion
+from penstock.clients.output import Logprobs
 from penstock.clients.requests import start_from_line
 
 Id = str | int
@@ -156,7 +157,7 @@ def answer_record(identity: Id, answer: Completion) -> dict[str, object]:
     else:
         record["choices"] = [{"index": i} | _choice_record(choice) for i, choice in enumerate(answer.choices)]
     if answer.prompt_logprobs is not None:
-        record["prompt_logprobs"] = asdict(answer.prompt_logprobs)
+        record["prompt_logprobs"] = _logprobs_record(answer.prompt_logprobs)
     record["usage"] = asdict(answer.usage)
     return record
 
@@ -168,8 +169,18 @@ def _choice_record(choice: Choice) -> dict[str, object]:
         **({"tool_calls": [asdict(call) for call in choice.tool_calls]} if choice.tool_calls else {}),
         "token_ids": choice.token_ids,
         "finish_reason": choice.finish_reason.value,
-        **({} if choice.logprobs is None else {"logprobs": asdict(choice.logprobs)}),
+        **({} if choice.logprobs is None else {"logprobs": _logprobs_record(choice.logprobs)}),
     }
+
+
+def _logprobs_record(logprobs: Logprobs) -> dict[str, object]:
+    """Returns log-probabilities, with the texts of tokens if there are any. Incomplete characters become U+FFFD."""
+    record = asdict(logprobs)
+    for name in ("chosen_texts", "top_texts"):
+        texts: list[bytes] = record.pop(name)
+        if texts:
+            record[name] = [text.decode(errors="replace") for text in texts]
+    return record
 
 
 def _refuse_constant(name: str) -> object:

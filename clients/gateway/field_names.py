@@ -7,6 +7,8 @@ Names = Sequence[tuple[str, str]]
 """Pairs of a pattern, which matches a field of the contract from its beginning up to the end of a name or of an index,
 and its replacement. The first match counts; the rest of the field stays."""
 
+IDEMPOTENCY_KEY = "Idempotency-Key"
+"""The header that is the contract's ``idempotency_key``."""
 CHAT_NAMES: Names = (
     (r"chat\.messages(\[\d+\]\.tool_calls\[\d+\])\.name", r"messages\1.function.name"),
     (r"chat\.messages(\[\d+\]\.tool_calls\[\d+\])\.arguments_json", r"messages\1.function.arguments"),
@@ -17,7 +19,7 @@ CHAT_NAMES: Names = (
     (r"token_ids(\.ids)?(\[\d+\])?", "messages"),
     (r"output\.logprobs", "top_logprobs"),
 )
-_COMMON: Names = ((r"(sampling|output|chat)\.", ""),)
+_COMMON: Names = ((r"(sampling|output|chat)\.", ""), (r"idempotency_key", IDEMPOTENCY_KEY))
 
 
 def caller_name(field: str, names: Names = ()) -> str:

@@ -113,6 +113,22 @@ class OutputProcessor:
         else:
             self._emit(sequence, delta)
 
+    @staticmethod
+    def cut_short(live: RequestState, reason: EngineFinishReason) -> list[SequenceDelta]:
+        """Ends the output of a request that ends early. Returns the last delta of each sequence that has output and has
+        not ended: its caller gets all tokens that it pays for. After an internal error the text states may be in any
+        state, and there are none."""
+        deltas: list[SequenceDelta] = []
+        if reason is EngineFinishReason.INTERNAL:
+            return deltas
+        for sequence in live.sequences:
+            if sequence.output.end is None and sequence.output.num_tokens:
+                try:
+                    deltas.append(sequence.output.cut(reason))
+                except Exception as error:
+                    _log_broken_text(live, error)
+        return deltas
+
     def _count_drafts(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
         sequence.live.speculation.count_step(num_drafted, num_accepted)
         sequence.live.timeline.drafted(sequence.index, num_drafted, num_accepted)
@@ -146,8 +162,7 @@ class OutputProcessor:
     def _give_up(self, live: RequestState, error: Exception) -> None:
         """Ends a request whose text state raised an error. The text state is not part of the scheduler, and its errors
         must not end other requests."""
-        request_id = live.request.request_id
-        logger.error("request %s: its tokens could not be turned into text", request_id, exc_info=error)
+        _log_broken_text(live, error)
         self._finish(live, EngineFinishReason.INTERNAL, "the output could not be turned into text")
 
     def _end(self, sequence: SequenceState, reason: EngineFinishReason) -> None:
@@ -158,3 +173,8 @@ class OutputProcessor:
             live.num_ended += 1
             if live.num_ended == live.request.n:
                 self._finish(live, reason, "")
+
+
+def _log_broken_text(live: RequestState, error: Exception) -> None:
+    request_id = live.request.request_id
+    logger.error("request %s: its tokens could not be turned into text", request_id, exc_info=error)

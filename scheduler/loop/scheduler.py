@@ -30,7 +30,7 @@ from penstock.scheduler.planning.planner import Planner
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
 from penstock.scheduler.policy import Rank
-from penstock.scheduler.request import Change, Context, EngineFinishReason, Request, RequestAccepted
+from penstock.scheduler.request import Change, Context, EngineFinishReason, Request, RequestAccepted, SequenceDelta
 from penstock.scheduler.timeline import EndedTimelines, Timeline
 from penstock.scheduler.timeline_entry import WaitCause
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
@@ -185,13 +185,14 @@ class Scheduler:
         self.num_held = 0
         for live in lives:
             request_id, context = live.request.request_id, None
+            deltas = self._output_processor.cut_short(live, reason)
             try:
                 self._emit_so_far(live)
                 context = self._close(live, reason)
             except Exception:
                 logger.exception("request %s: its accounts could not be closed", request_id)
             try:
-                self._report_finished(live, reason, message, context)
+                self._report_finished(live, deltas, reason, message, context)
             except Exception:
                 logger.exception("request %s: its end could not be reported", request_id)
 
@@ -216,6 +217,7 @@ class Scheduler:
             self._planner.enter(self._new_sequence(live, index, rank, shared.copy()))
 
     def _finish(self, live: RequestState, reason: EngineFinishReason, message: str) -> None:
+        deltas = self._output_processor.cut_short(live, reason)
         # If the accounting fails here, the request is still known, and ``abandon`` reports its end.
         for sequence in live.sequences:
             if sequence.state is not SequenceStatus.ENDED:
@@ -225,7 +227,7 @@ class Scheduler:
         context = self._close(live, reason)
         del self.requests[live.request.request_id]
         self.num_held -= live.held
-        self._report_finished(live, reason, message, context)
+        self._report_finished(live, deltas, reason, message, context)
 
     def _close(self, live: RequestState, reason: EngineFinishReason) -> Context | None:
         """Closes a request's accounts; returns the context for requests that continue it."""
@@ -240,9 +242,17 @@ class Scheduler:
         return context
 
     def _report_finished(
-        self, live: RequestState, reason: EngineFinishReason, message: str, context: Context | None
+        self,
+        live: RequestState,
+        deltas: Sequence[SequenceDelta],
+        reason: EngineFinishReason,
+        message: str,
+        context: Context | None,
     ) -> None:
+        """Passes on the last deltas of a request that is no longer known, and its end."""
         try:
+            for delta in deltas:
+                live.request.sink(delta)
             live.request.sink(live.finished(reason, message, context, self._clock()))
         finally:
             live.sequences.clear()  # breaks a reference cycle, which would stay until the garbage collector runs

@@ -89,10 +89,11 @@ class OutputBuffer:
             return StopMatch(EngineFinishReason.STOP, stop_token_id=token_id)
         return StopMatch(EngineFinishReason.STOP) if token_id in self._end_token_ids else None
 
-    def cut(self) -> SequenceDelta:
-        """Ends a sequence that has as many tokens as it may have, and releases the tokens that are held back."""
+    def cut(self, reason: EngineFinishReason = EngineFinishReason.LENGTH) -> SequenceDelta:
+        """Ends a sequence that continues no further, and releases the tokens that are held back. A stop string that is
+        complete only now is the end."""
         assert self.end is None
-        released = self._end(StopMatch(EngineFinishReason.LENGTH))
+        released = self._end(StopMatch(reason))
         if released.stop is not None:
             self.end = StopMatch(EngineFinishReason.STOP, stop=released.stop)
         delta = self._release(released.num_tokens, released.text)

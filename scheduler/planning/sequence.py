@@ -110,7 +110,7 @@ class RequestState:
         if not new.chosen:
             return None
         self.num_prompt_logprobs += len(new.chosen)
-        return PromptLogprobsChunk(start, new)
+        return PromptLogprobsChunk(start, self.request.prompt_token_ids[start : self.num_prompt_logprobs], new)
 
     def finished(
         self, reason: EngineFinishReason, message: str, context: Context | None, now: float

@@ -229,9 +229,8 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "format": Known(frozenset({0, 1, 2, 3})),
         "logprobs": Number(0, 20),
         "prompt_logprobs": Number(0, 20),
-        "include_special_tokens": _FLAG,
-        "parse_reasoning": _FLAG,
-        "parse_tool_calls": _FLAG,
+        **dict.fromkeys(("include_special_tokens", "include_token_texts"), _FLAG),
+        **dict.fromkeys(("parse_reasoning", "parse_tool_calls"), _FLAG),
     },
     "GenerationCancel": {"refs": Refs(65_536)},
     "GenerationUpdate": {

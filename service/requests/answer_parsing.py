@@ -6,12 +6,12 @@ from functools import partial
 
 import penstock.v1 as pb
 from penstock.service.errors import invalid
-from penstock.service.parsers.base import AnswerParser, Schema
+from penstock.service.parsers.base import AnswerParser
 from penstock.service.parsers.reasoning import REASONING_FORMATS
 from penstock.service.parsers.registry import AUTO, NONE, make_parser, markers
 from penstock.service.requests.answer_formats import AnswerFormats, OutputFormats
-from penstock.service.requests.chat import content_text, shows_tools
-from penstock.service.requests.tool_choice import forces_call, parameters, unknown_format
+from penstock.service.requests.chat import ToolSchemas, content_text, shows_tools
+from penstock.service.requests.tool_choice import forces_call, unknown_format
 from penstock.service.text.reasoning import Reasoning
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import CONSTRAINT_START_FIRST_TOKEN
@@ -61,10 +61,10 @@ class AnswerParsing:
         return frozenset(known[marker] for marker in markers(formats.tool, formats.reasoning) if marker in known)
 
     def parsers(
-        self, start: pb.GenerationStart, prompt: Sequence[int], *, is_constrained: bool
+        self, start: pb.GenerationStart, prompt: Sequence[int], schemas: ToolSchemas, *, is_constrained: bool
     ) -> Sequence[AnswerParser]:
         """Returns a parser for each choice of a request; none if its output is not parsed. ``prompt`` are the prompt's
-        tokens."""
+        tokens, and ``schemas`` those of its tools."""
         if not self.parses(start):
             return ()
         formats = self._of(start)
@@ -76,7 +76,7 @@ class AnswerParsing:
             make_parser,
             formats.tool,
             formats.reasoning,
-            tools=_schemas(chat) if formats.tool is not None else {},
+            tools=schemas.by_name() if formats.tool is not None else {},
             in_reasoning=in_reasoning,
             parallel_calls=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
             only_calls=forces_call(chat),
@@ -118,11 +118,6 @@ class AnswerParsing:
             return False
         end = self._tokenizer.decode(list(prompt[-_MAX_END_TOKENS:]), include_special_tokens=True)
         return end.rstrip().endswith(form.opens)
-
-
-def _schemas(chat: pb.Chat) -> dict[str, Schema | None]:
-    """Returns the schema of each tool's arguments. Raises ServiceError."""
-    return {tool.function.name: parameters(index, tool.function) for index, tool in enumerate(chat.tools)}
 
 
 def _reasoning(tokenizer: Tokenizer, parser: str) -> Reasoning | None:

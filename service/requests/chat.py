@@ -11,6 +11,7 @@ from penstock.service.chat_templates.chat_template import ChatTemplate
 from penstock.service.config.limits import chat_bytes
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
+from penstock.service.parsers.base import Schema
 
 MAX_JSON_DEPTH = 64
 """The deepest nesting of objects and lists."""
@@ -45,9 +46,32 @@ def check_chat(chat: pb.Chat, template: ChatTemplate) -> None:
         raise invalid(field, "the last message must be the assistant's, with content and without tool_calls")
 
 
-def parse_chat(chat: pb.Chat) -> TemplateInput:
-    """Returns the template's input for ``chat``, which has passed ``check_chat``. Slow for long texts. Raises
-    ServiceError."""
+class ToolSchemas:
+    """The schemas of a chat's tools, each parsed once, when it is first needed: the template, the grammar of calls and
+    the parser of the output need them. No user may change them."""
+
+    def __init__(self, chat: pb.Chat) -> None:
+        self._functions = [tool.function for tool in chat.tools]
+        self._known: dict[int, Schema | None] = {}
+
+    def of(self, index: int) -> Schema | None:
+        """Returns the schema of a tool's arguments, by its number in the chat; None if it has none. Raises
+        ServiceError."""
+        if index not in self._known:
+            function, field = self._functions[index], f"chat.tools[{index}].function.parameters_json"
+            has_schema = function.HasField("parameters_json")
+            self._known[index] = parse_object(function.parameters_json, field) if has_schema else None
+        return self._known[index]
+
+    def by_name(self) -> dict[str, Schema | None]:
+        """Returns all schemas by the names of the tools. Raises ServiceError."""
+        return {function.name: self.of(index) for index, function in enumerate(self._functions)}
+
+
+def parse_chat(chat: pb.Chat, schemas: ToolSchemas | None = None) -> TemplateInput:
+    """Returns the template's input for ``chat``, which has passed ``check_chat``. Slow for long texts. ``schemas`` are
+    those of its tools, if others need them too. Raises ServiceError."""
+    schemas = schemas or ToolSchemas(chat)
     messages = [
         TemplateMessage(
             message.role,
@@ -63,7 +87,7 @@ def parse_chat(chat: pb.Chat) -> TemplateInput:
     return TemplateInput(
         messages,
         add_generation_prompt=opens_turn and not chat.continue_final_message,
-        tools=[_tool(tool.function, f"chat.tools[{index}].function") for index, tool in enumerate(chat.tools)]
+        tools=[_tool(tool.function, schemas.of(index)) for index, tool in enumerate(chat.tools)]
         if shows_tools(chat)
         else [],
         variables=_variables(chat.template_variables_json),
@@ -100,13 +124,13 @@ def _tool_bytes(chat: pb.Chat) -> int:
     return sum(utf8_bytes(text) for some in texts for text in some)
 
 
-def _tool(function: pb.FunctionTool, field: str) -> Mapping[str, Any]:
-    """Returns a tool in the form that templates expect. Raises ServiceError."""
+def _tool(function: pb.FunctionTool, parameters: Schema | None) -> Mapping[str, Any]:
+    """Returns a tool in the form that templates expect."""
     described: dict[str, Any] = {"name": function.name}
     if function.HasField("description"):
         described["description"] = function.description
-    if function.HasField("parameters_json"):
-        described["parameters"] = parse_object(function.parameters_json, f"{field}.parameters_json")
+    if parameters is not None:
+        described["parameters"] = parameters
     return {"type": "function", "function": described}
 
 

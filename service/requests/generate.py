@@ -24,21 +24,15 @@ from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.parsers.base import AnswerParser
 from penstock.service.requests.answer_formats import AnswerFormats
 from penstock.service.requests.answer_parsing import AnswerParsing
-from penstock.service.requests.chat import check_chat, parse_chat, shows_tools
+from penstock.service.requests.chat import ToolSchemas, check_chat, parse_chat, shows_tools
 from penstock.service.requests.contexts import StoredContext
-from penstock.service.requests.cost import check_cost, too_expensive
+from penstock.service.requests.cost import check_cost, check_token_texts, fit_whole
 from penstock.service.requests.grammar_check import GrammarChecks, check_constraint
 from penstock.service.requests.tool_choice import CallConstraints
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.text.detokenizer import IdsOnly, text_states
 from penstock.service.text.tokenizer import TokenizerPool
 from penstock.service.text.truncation import Truncation
-
-MAX_WHOLE_ANSWER = 512_000
-"""The maximum size of a response in one message, in units of 8 bytes. It stays below the 4 MiB default limit of gRPC's
-clients, and leaves 96 KB for the other fields of 64 choices. A log-probability takes at most one unit."""
-_ID_BYTES = 3
-"""The maximum size of an id below 2**21."""
 
 _FORMS: Mapping[int, OutputForm] = {
     pb.OUTPUT_FORMAT_UNSPECIFIED: OutputForm(text=True, token_ids=False),
@@ -64,11 +58,6 @@ class ResponseMode(Enum):
     STREAMED = auto()
     WHOLE = auto()
     """The output is sent in one message."""
-
-
-def output_form(start: pb.GenerationStart) -> OutputForm:
-    """Returns the parts of the output to send. ``start`` has passed ``check``."""
-    return _FORMS[start.output.format]
 
 
 class PreparedRequest(NamedTuple):
@@ -138,12 +127,18 @@ class RequestBuilder:
         elif start.HasField("constraint"):
             check_constraint(start)
         self._parsing.check(start)
+        check_token_texts(start.output, self._tokenizer.pieces.longest_bytes)
         sampling = start.sampling
         if sampling.HasField("max_tokens"):
             if sampling.min_tokens > sampling.max_tokens:
                 raise invalid("sampling.min_tokens", f"must be at most max_tokens, {sampling.max_tokens:,}")
             # How much of max_tokens fits in the context is only known with the prompt. This much cost is certain.
             check_cost(sampling.n or 1, None, None, 1, min(sampling.max_tokens, self._left(1)))
+
+    def output_form(self, start: pb.GenerationStart) -> OutputForm:
+        """Returns the parts of the output to send. ``start`` has passed ``check``."""
+        form = _FORMS[start.output.format]
+        return form._replace(token_text=self._tokenizer.pieces.by_itself if start.output.include_token_texts else None)
 
     def cut_max_tokens(self, request: Request, max_tokens: int) -> int:
         """Returns the effective value of a new ``max_tokens`` for a prepared request. Raises ServiceError."""
@@ -190,17 +185,17 @@ class RequestBuilder:
     ) -> PreparedRequest:
         """Returns the scheduler's request, and the parsers of its output. ``start`` has passed ``check``; ``context``
         is the context of the request that it continues. Raises ServiceError."""
-        grammar = ""
+        grammar, schemas = "", ToolSchemas(start.chat)
         if self._calls.applies(start):
-            grammar = await self._call_grammar(start, origin.tenant)
+            grammar = await self._call_grammar(start, schemas, origin.tenant)
         elif start.constraint.WhichOneof("kind") is not None:
             grammar = await self._grammars.grammar(start.constraint, origin.tenant)
-        work = functools.partial(self._make, start, origin, sink, answer, context, grammar)
+        work = functools.partial(self._make, start, origin, sink, answer, context, grammar, schemas)
         return await self._pool.run(work, start.ByteSize(), origin.tenant)
 
-    async def _call_grammar(self, start: pb.GenerationStart, tenant: str) -> str:
+    async def _call_grammar(self, start: pb.GenerationStart, schemas: ToolSchemas, tenant: str) -> str:
         """Returns the grammar of an output whose calls are constrained. Raises ServiceError."""
-        work = functools.partial(self._calls.constraint, start)
+        work = functools.partial(self._calls.constraint, start, schemas)
         constraint = await self._pool.run(work, start.chat.ByteSize(), tenant)
         try:
             return await self._grammars.grammar(constraint, tenant)
@@ -215,13 +210,18 @@ class RequestBuilder:
         answer: ResponseMode,
         context: StoredContext | None,
         grammar: str,
+        schemas: ToolSchemas,
     ) -> PreparedRequest:
         salt = tenant_salt(self._model_name, origin.tenant)
-        prompt = self._prompt(start, salt) if context is None else self._continued(start, salt, context)
+        if context is None:
+            prompt = self._prompt(start, schemas, salt)
+        else:
+            prompt = self._continued(start, schemas, salt, context)
         n, num_prompt_tokens = start.sampling.n or 1, len(prompt.token_ids)
         max_tokens = self._max_tokens(start, num_prompt_tokens)
         if answer is ResponseMode.WHOLE:
-            max_tokens = self._fit_whole(start, num_prompt_tokens, max_tokens)
+            longest_bytes = self._tokenizer.pieces.longest_bytes
+            max_tokens = fit_whole(start, self.output_form(start), longest_bytes, num_prompt_tokens, max_tokens)
         logprobs, prompt_logprobs = (_optional(start.output, name) for name in ("logprobs", "prompt_logprobs"))
         check_cost(n, logprobs, prompt_logprobs, num_prompt_tokens, max_tokens)
         request = Request(
@@ -246,14 +246,15 @@ class RequestBuilder:
             grammar=self._whole_grammar(start, grammar, prompt.token_ids, max_tokens),
             grammar_end_ids=frozenset(self._tokenizer.eos_token_ids if grammar else ()),
         )
-        return PreparedRequest(request, self._parsing.parsers(start, prompt.token_ids, is_constrained=bool(grammar)))
+        parsers = self._parsing.parsers(start, prompt.token_ids, schemas, is_constrained=bool(grammar))
+        return PreparedRequest(request, parsers)
 
     def _whole_grammar(self, start: pb.GenerationStart, grammar: str, prompt: list[int], max_tokens: int) -> str:
         if not grammar or self._calls.includes_reasoning(start):
             return grammar
         return self._parsing.after_reasoning(grammar, start, prompt, max_tokens)
 
-    def _prompt(self, start: pb.GenerationStart, salt: bytes) -> Prompt:
+    def _prompt(self, start: pb.GenerationStart, schemas: ToolSchemas, salt: bytes) -> Prompt:
         kind = start.WhichOneof("prompt")
         truncation = self._truncation(start)
         if kind == "text":
@@ -261,13 +262,14 @@ class RequestBuilder:
             return self._pool.prompt(self._tokenizer.encode(start.text, True, truncation, limit), salt, limit)
         if kind == "chat":
             limit = self._pool.limit("chat")
-            token_ids = self._tokenizer.encode_chat(parse_chat(start.chat), limit if truncation is None else None)
+            chat = parse_chat(start.chat, schemas)
+            token_ids = self._tokenizer.encode_chat(chat, limit if truncation is None else None)
         else:
             limit, token_ids = self._pool.limit("token_ids.ids"), list(start.token_ids.ids)
             self._validator.check_ids(token_ids, limit.field)
         return self._pool.prompt(token_ids if truncation is None else truncation.cut(token_ids), salt, limit)
 
-    def _continued(self, start: pb.GenerationStart, salt: bytes, kept: StoredContext) -> Prompt:
+    def _continued(self, start: pb.GenerationStart, schemas: ToolSchemas, salt: bytes, kept: StoredContext) -> Prompt:
         kind = start.WhichOneof("prompt")
         field: str = "token_ids.ids" if kind == "token_ids" else kind or "continue_from"
         context, truncation = kept.unpacked(), self._truncation(start)
@@ -277,7 +279,7 @@ class RequestBuilder:
         if kind == "text":
             more = self._tokenizer.encode_after(start.text, most)
         elif kind == "chat":
-            more = self._tokenizer.encode_chat_after(parse_chat(start.chat), most)
+            more = self._tokenizer.encode_chat_after(parse_chat(start.chat, schemas), most)
         elif kind == "token_ids":
             more = list(start.token_ids.ids)
             self._validator.check_ids(more, field)
@@ -319,30 +321,6 @@ class RequestBuilder:
             )
         return max_tokens
 
-    def _fit_whole(self, start: pb.GenerationStart, num_prompt_tokens: int, max_tokens: int) -> int:
-        """Returns ``max_tokens``, reduced to fit in one message if the caller did not set it. Raises ServiceError if
-        the caller's own ``max_tokens`` does not fit."""
-        n, output, form = start.sampling.n or 1, start.output, output_form(start)
-        token_bytes = form.text * self._tokenizer.pieces.longest_bytes + form.token_ids * _ID_BYTES
-        units = -(-token_bytes // 8)
-        field, formula, units_per_token = "sampling.max_tokens", f"n x max_tokens x {units}", units
-        if output.HasField("logprobs"):
-            field, formula = "output.logprobs", f"n x max_tokens x (logprobs + {units + 1})"
-            units_per_token += output.logprobs + 1
-        prompt_units = 0
-        if output.HasField("prompt_logprobs"):
-            formula += " + prompt tokens x (prompt_logprobs + 1)"
-            prompt_units = num_prompt_tokens * (output.prompt_logprobs + 1)
-        if not start.sampling.HasField("max_tokens"):
-            room = (MAX_WHOLE_ANSWER - prompt_units) // max(1, n * units_per_token)
-            max_tokens = max(1, start.sampling.min_tokens, min(max_tokens, room))
-        output_units = n * max_tokens * units_per_token
-        if prompt_units + output_units > MAX_WHOLE_ANSWER:
-            field = "output.prompt_logprobs" if prompt_units > output_units else field
-            remedy = "reduce one of them, or call GenerateOne, which streams the output"
-            raise too_expensive(field, formula, prompt_units + output_units, MAX_WHOLE_ANSWER, remedy)
-        return max_tokens
-
     def _sampling(self, start: pb.GenerationStart) -> SamplingParams:
         sampling, output = self._defaults.applied(start.sampling), start.output
         stop_token_ids = set(sampling.stop_token_ids)
@@ -379,7 +357,7 @@ class RequestBuilder:
         )
 
     def _make_text(self, start: pb.GenerationStart) -> Callable[[], TextState]:
-        if not output_form(start).text and not start.sampling.stop:
+        if not self.output_form(start).text and not start.sampling.stop:
             return IdsOnly
         sampling, with_specials = start.sampling, start.output.include_special_tokens
         shown_ids = self._parsing.shown_ids(start)

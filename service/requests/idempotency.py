@@ -34,7 +34,11 @@ class IdempotencyKeys:
         used = self._live.get((tenant, key)) or self._ended.get((tenant, key))
         if used is not None:
             raise ServiceError(
-                Reason.DUPLICATE_REQUEST, field="idempotency_key", metadata={"request_id": used.request_id}
+                Reason.DUPLICATE_REQUEST,
+                f"idempotency_key: request {used.request_id} has this key, and is live or has ended; read its output, "
+                "or choose another key",
+                field="idempotency_key",
+                metadata={"request_id": used.request_id},
             )
         self._live[tenant, key] = _KeyUse(request_id)
 

@@ -41,7 +41,7 @@ from penstock.service.errors import (
     to_status,
 )
 from penstock.service.requests.contexts import ContextStore, StoredContext
-from penstock.service.requests.generate import Origin, PreparedRequest, RequestBuilder, ResponseMode, output_form
+from penstock.service.requests.generate import Origin, PreparedRequest, RequestBuilder, ResponseMode
 from penstock.service.requests.idempotency import IdempotencyKeys
 from penstock.service.requests.injection import Injections, Refuse
 from penstock.service.requests.open_prompt import OpenPrompt, OpenPromptConfig
@@ -144,7 +144,7 @@ class RequestLifecycle:
             self._tenant = self._principal.tenant_for(start.tenant)
             self._request_context.engine.charge(self._tenant, Rated.REQUEST)  # first: a refusal counts too
             self._request_context.request_builder.check(start)
-            self._form = output_form(start)
+            self._form = self._request_context.request_builder.output_form(start)
             context = self._context()
             if self._idempotency_key:
                 self._request_context.idempotency_keys.begin(self._tenant, self._idempotency_key, self.request_id)
@@ -307,7 +307,7 @@ class RequestLifecycle:
             elif isinstance(event, RequestFinished):
                 self._finish(event)
             elif isinstance(event, PromptLogprobsChunk):
-                self._receiver.prompt_logprobs(self.ref, event)
+                self._receiver.prompt_logprobs(self.ref, event, self._form)
             elif isinstance(event, RequestAccepted):
                 self._accept(event)
             elif isinstance(event, TokensInjected):

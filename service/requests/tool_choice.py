@@ -9,7 +9,7 @@ from penstock.service.parsers.lark_grammar import AnswerShape, CallableTool, Can
 from penstock.service.parsers.reasoning import REASONING_FORMATS
 from penstock.service.parsers.tool_grammar import MARKED_FORMATS, call_grammar, text_grammar
 from penstock.service.requests.answer_formats import AnswerFormats
-from penstock.service.requests.chat import content_text, parse_object, shows_tools
+from penstock.service.requests.chat import ToolSchemas, content_text, shows_tools
 
 _FIELD = "chat.tool_choice"
 
@@ -57,15 +57,13 @@ class CallConstraints:
         if self._formats.with_tools.tool is None:
             raise unknown_format()
 
-    def constraint(self, start: pb.GenerationStart) -> pb.Constraint:
-        """Returns the constraint of a request that ``applies`` and has passed ``check``. Slow for long schemas. Raises
-        ServiceError."""
+    def constraint(self, start: pb.GenerationStart, schemas: ToolSchemas) -> pb.Constraint:
+        """Returns the constraint of a request that ``applies`` and has passed ``check``. ``schemas`` are those of its
+        tools. Slow for long ones. Raises ServiceError."""
         chat, name = start.chat, start.chat.tool_choice.function
         is_forced = forces_call(chat)
         tools = [
-            CallableTool(
-                tool.function.name, parameters(index, tool.function) if is_forced or tool.function.strict else None
-            )
+            CallableTool(tool.function.name, schemas.of(index) if is_forced or tool.function.strict else None)
             for index, tool in enumerate(chat.tools)
             if name in ("", tool.function.name)
         ]
@@ -98,14 +96,6 @@ def unknown_format() -> ServiceError:
         "chat.tools",
         "the format of this model's calls is unknown; the service's operator can set it with --tool-call-parser",
     )
-
-
-def parameters(index: int, function: pb.FunctionTool) -> dict[str, object] | None:
-    """Returns the schema of a tool's arguments; None if it has none. ``index``: its number in the chat. Raises
-    ServiceError."""
-    if not function.HasField("parameters_json"):
-        return None
-    return dict(parse_object(function.parameters_json, f"chat.tools[{index}].function.parameters_json"))
 
 
 def _place(start: pb.GenerationStart) -> str:

@@ -222,13 +222,13 @@ class _WholeAnswer:
     def accepted(self, accepted: pb.Accepted) -> None:
         """Does nothing: the end contains all of it."""
 
-    def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk) -> None:
+    def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk, form: OutputForm) -> None:
         """Appends ``part``. Parts arrive in order and without gaps."""
         whole = self._response.prompt_logprobs
         if not self._response.HasField("prompt_logprobs"):
             whole.ref = ref
             whole.start = part.start
-        fill_logprobs(whole.logprobs, part.logprobs)
+        fill_logprobs(whole.logprobs, part.logprobs, part.token_ids, form)
 
     def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:
         while len(self._texts) <= delta.choice:
@@ -266,15 +266,18 @@ class _ParsedTexts:
 
     def __init__(self) -> None:
         self._reasoning = StringIO()
-        self._calls: list[tuple[pb.ToolCall, StringIO]] = []
+        self._calls: list[tuple[pb.OutputToolCall, StringIO]] = []
         """Each call, and its arguments so far."""
 
     def add_delta(self, delta: ParsedSequenceDelta) -> None:
         self._reasoning.write(delta.reasoning)
         for call in delta.calls:
             if call.index == len(self._calls):
-                self._calls.append((pb.ToolCall(id=call.id, name=call.name), StringIO()))
-            self._calls[call.index][1].write(call.arguments)
+                begun = pb.OutputToolCall(id=call.id, name=call.name, text_offset=call.at)
+                self._calls.append((begun, StringIO()))
+            whole, arguments = self._calls[call.index]
+            whole.is_incomplete = call.breaks_off
+            arguments.write(call.arguments)
 
     def fill_choice(self, choice: pb.Choice) -> None:
         choice.reasoning = self._reasoning.getvalue()

@@ -137,11 +137,7 @@ class TokenizerService(pb_grpc.TokenizerServiceServicer):
         def work() -> pb.DescribeTokensResponse:
             response = pb.DescribeTokensResponse()
             for token_id in self._checked(request.token_ids):
-                text = pieces.all[token_id]
-                response.tokens.add(
-                    text=pieces.split[token_id] if text is None else text.encode(),
-                    is_special=token_id in pieces.skipped,
-                )
+                response.tokens.add(text=pieces.by_itself(token_id), is_special=token_id in pieces.skipped)
             _check_answer(response.ByteSize(), "token_ids")
             return response
 

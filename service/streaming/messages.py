@@ -136,12 +136,16 @@ def milliseconds(seconds: float) -> int:
     return round(min(seconds * 1000, UINT32_MAX))
 
 
-def fill_logprobs(out: pb.Logprobs, logprobs: TokenLogprobs) -> None:
-    """Appends ``logprobs`` to ``out``, which collects the parts of one choice or prompt in order."""
+def fill_logprobs(out: pb.Logprobs, logprobs: TokenLogprobs, token_ids: Sequence[int], form: OutputForm) -> None:
+    """Appends the ``logprobs`` of these tokens to ``out``, which collects the parts of one choice or prompt in
+    order."""
     out.num_top = logprobs.num_top
     out.chosen.extend(logprobs.chosen)
     out.top_token_ids.extend(logprobs.top_token_ids)
     out.top.extend(logprobs.top)
+    if form.token_text is not None:
+        out.chosen_texts.extend(map(form.token_text, token_ids))
+        out.top_texts.extend(map(form.token_text, logprobs.top_token_ids))
 
 
 def fill_delta(out: pb.Delta | pb.Choice, form: OutputForm, deltas: Sequence[SequenceDelta]) -> None:
@@ -152,7 +156,7 @@ def fill_delta(out: pb.Delta | pb.Choice, form: OutputForm, deltas: Sequence[Seq
         if form.token_ids:
             out.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
-            fill_logprobs(out.logprobs, delta.logprobs)
+            fill_logprobs(out.logprobs, delta.logprobs, delta.token_ids, form)
             if form.text and delta.text_lengths is not None:
                 out.logprobs.text_lengths.extend(delta.text_lengths)
         if (end := delta.end) is not None:
@@ -185,8 +189,9 @@ def _fill_parsed(out: pb.Delta | pb.Choice, form: OutputForm, deltas: Sequence[S
 
 
 def _fill(message: pb.GenerateResponse | pb.GenerateOneResponse, batch: PendingMessage) -> None:
-    for ref, part in batch.prompt_logprobs:
-        fill_logprobs(message.prompt_logprobs.add(ref=ref, start=part.start).logprobs, part.logprobs)
+    for ref, form, part in batch.prompt_logprobs:
+        out = message.prompt_logprobs.add(ref=ref, start=part.start).logprobs
+        fill_logprobs(out, part.logprobs, part.token_ids, form)
     add = message.deltas.add
     for (ref, choice), (form, deltas) in batch.deltas.items():
         fill_delta(add(ref=ref, choice=choice), form, deltas)

@@ -52,7 +52,7 @@ class RequestReceiver(Protocol):
     def accepted(self, accepted: pb.Accepted) -> None:
         """Called when the request is in the queue."""
 
-    def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk) -> None:
+    def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk, form: OutputForm) -> None:
         """Called with each part of the prompt's log-probabilities."""
 
     def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:
@@ -130,10 +130,11 @@ class Outbox:
         self._room(PART_BYTES + accepted.ByteSize()).accepted.append(accepted)
         self._write_timer.set(max(self._last_write + self._pacer.interval, self._loop.time() + ACCEPTED_WAIT_S))
 
-    def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk) -> None:
+    def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk, form: OutputForm) -> None:
         """Sent in several parts if it does not fit in one message."""
-        for piece in split(part):
-            self._room(PART_BYTES + logprobs_bytes(piece.logprobs)).prompt_logprobs.append((ref, piece))
+        for piece in split(part, form):
+            num_bytes = PART_BYTES + logprobs_bytes(piece.logprobs, piece.token_ids, form)
+            self._room(num_bytes).prompt_logprobs.append((ref, form, piece))
         self._write_timer.set(self._last_write + self._pacer.interval)
 
     def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:

@@ -44,8 +44,8 @@ class ParsingReceiver:
     def accepted(self, accepted: pb.Accepted) -> None:
         self._receiver.accepted(accepted)
 
-    def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk) -> None:
-        self._receiver.prompt_logprobs(ref, part)
+    def prompt_logprobs(self, ref: int, part: PromptLogprobsChunk, form: OutputForm) -> None:
+        self._receiver.prompt_logprobs(ref, part, form)
 
     def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:
         """Parses ``delta``. Sends nothing while all of it is held back."""

@@ -1,5 +1,7 @@
 """The parts of a message before it is built, and their encoded sizes. Knows nothing about streams."""
 
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import penstock.v1 as pb
@@ -21,10 +23,16 @@ _ID_BYTES = 3
 _FLOAT_BYTES = 4
 _LENGTH_BYTES = 2
 """The maximum size of a text length: fewer than 2**14 characters start in a token."""
+_TEXT_BYTES = 4
+"""An upper bound on the size of a token's text besides its bytes."""
 _CHAR_BYTES = 4
 """The maximum size of a character in UTF-8."""
 MAX_PART_BYTES = MAX_MESSAGE_BYTES - 1024
 """The maximum size of a part: it fits in an empty message."""
+MAX_TOKEN_BYTES = 16 << 10
+"""The maximum size of one token's log-probabilities with texts: it fits in each part of a split delta."""
+ENTRY_BYTES = _TEXT_BYTES + _ID_BYTES + _FLOAT_BYTES
+"""An upper bound on the size of a log-probability besides its token's bytes."""
 
 
 class OutputForm(NamedTuple):
@@ -34,6 +42,8 @@ class OutputForm(NamedTuple):
     token_ids: bool
     parsed: bool = False
     """Whether deltas may have reasoning and calls."""
+    token_text: Callable[[int], bytes] | None = None
+    """Returns the text of a token, if log-probabilities include it."""
 
 
 class PendingMessage:
@@ -52,7 +62,7 @@ class PendingMessage:
 
     def __init__(self) -> None:
         self.accepted: list[pb.Accepted] = []
-        self.prompt_logprobs: list[tuple[int, PromptLogprobsChunk]] = []
+        self.prompt_logprobs: list[tuple[int, OutputForm, PromptLogprobsChunk]] = []
         self.deltas: dict[tuple[int, int], tuple[OutputForm, list[SequenceDelta]]] = {}
         """Deltas by ref and choice."""
         self.finished: list[pb.Finished] = []
@@ -71,7 +81,8 @@ def delta_bytes(delta: SequenceDelta, form: OutputForm) -> int:
     if form.token_ids:
         num_bytes += _ID_BYTES * len(delta.token_ids)
     if delta.logprobs is not None:
-        num_bytes += logprobs_bytes(delta.logprobs) + _LENGTH_BYTES * len(delta.text_lengths or ())
+        num_bytes += logprobs_bytes(delta.logprobs, delta.token_ids, form)
+        num_bytes += _LENGTH_BYTES * len(delta.text_lengths or ())
     if delta.end is not None:
         num_bytes += PART_BYTES + utf8_bytes(delta.end.stop or "")
     if form.parsed:
@@ -79,22 +90,47 @@ def delta_bytes(delta: SequenceDelta, form: OutputForm) -> int:
     return num_bytes and num_bytes + PART_BYTES
 
 
-def logprobs_bytes(logprobs: TokenLogprobs) -> int:
-    """Returns an upper bound on the encoded size of log-probabilities."""
-    return _FLOAT_BYTES * len(logprobs.chosen) + (_ID_BYTES + _FLOAT_BYTES) * len(logprobs.top)
+def logprobs_bytes(logprobs: TokenLogprobs, token_ids: Sequence[int], form: OutputForm) -> int:
+    """Returns an upper bound on the encoded size of the log-probabilities of these tokens."""
+    num_bytes = _FLOAT_BYTES * len(logprobs.chosen) + (_ID_BYTES + _FLOAT_BYTES) * len(logprobs.top)
+    if form.token_text is not None:
+        num_bytes += sum(_TEXT_BYTES + len(form.token_text(each)) for each in chain(token_ids, logprobs.top_token_ids))
+    return num_bytes
 
 
-def split(part: PromptLogprobsChunk) -> list[PromptLogprobsChunk]:
+def split(part: PromptLogprobsChunk, form: OutputForm) -> list[PromptLogprobsChunk]:
     """Splits ``part`` into parts of at most half a message."""
-    num_top = part.logprobs.num_top
-    most = (MAX_PART_BYTES // 2 - PART_BYTES) // (_FLOAT_BYTES + num_top * (_ID_BYTES + _FLOAT_BYTES))
-    num_tokens = len(part.logprobs.chosen)
-    if num_tokens <= most:
+    most_bytes = MAX_PART_BYTES // 2 - PART_BYTES
+    if logprobs_bytes(part.logprobs, part.token_ids, form) <= most_bytes:
         return [part]
+    sizes = _logprob_sizes(part.logprobs, part.token_ids, form)
     return [
-        PromptLogprobsChunk(part.start + first, part.logprobs.part(first, first + most))
-        for first in range(0, num_tokens, most)
+        PromptLogprobsChunk(part.start + first, part.token_ids[first:end], part.logprobs.part(first, end))
+        for first, end in _runs(sizes, most_bytes)
     ]
+
+
+def _logprob_sizes(logprobs: TokenLogprobs, token_ids: Sequence[int], form: OutputForm) -> list[int]:
+    """Returns an upper bound on the encoded size of the log-probabilities of each token."""
+    k = logprobs.num_top
+    sizes = [_FLOAT_BYTES + k * (_ID_BYTES + _FLOAT_BYTES)] * len(token_ids)
+    if form.token_text is not None:
+        for at, token_id in enumerate(token_ids):
+            top = logprobs.top_token_ids[at * k : (at + 1) * k]
+            sizes[at] += sum(_TEXT_BYTES + len(form.token_text(each)) for each in (token_id, *top))
+    return sizes
+
+
+def _runs(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Yields the first index and the end of each run of sizes whose sum is at most ``most``, at least one run. A run
+    has at least one size."""
+    first = total = 0
+    for at, size in enumerate(sizes):
+        if total + size > most and at > first:
+            yield first, at
+            first, total = at, 0
+        total += size
+    yield first, len(sizes)
 
 
 def split_delta(delta: SequenceDelta, form: OutputForm) -> list[SequenceDelta]:
@@ -103,21 +139,23 @@ def split_delta(delta: SequenceDelta, form: OutputForm) -> list[SequenceDelta]:
     after them. The last part has the end."""
     most_bytes = MAX_PART_BYTES // 3
     token_bytes = _ID_BYTES if form.token_ids else 0
-    if delta.logprobs is not None:
-        token_bytes += _LENGTH_BYTES + _FLOAT_BYTES + delta.logprobs.num_top * (_ID_BYTES + _FLOAT_BYTES)
-    most = most_bytes // token_bytes if token_bytes else max(len(delta.token_ids), 1)
+    if delta.logprobs is None:
+        sizes = [token_bytes] * len(delta.token_ids)
+    else:
+        token_bytes += _LENGTH_BYTES
+        sizes = [token_bytes + size for size in _logprob_sizes(delta.logprobs, delta.token_ids, form)]
     num_chars = most_bytes // _CHAR_BYTES
     parsed = delta if isinstance(delta, ParsedSequenceDelta) else None
     parts: list[SequenceDelta] = [] if parsed is None else [*reasoning_parts(parsed, num_chars)]
     parts += [
         SequenceDelta(
             delta.choice,
-            delta.token_ids[first : first + most],
+            delta.token_ids[first:end],
             "",
-            None if delta.logprobs is None else delta.logprobs.part(first, first + most),
-            text_lengths=None if delta.text_lengths is None else delta.text_lengths[first : first + most],
+            None if delta.logprobs is None else delta.logprobs.part(first, end),
+            text_lengths=None if delta.text_lengths is None else delta.text_lengths[first:end],
         )
-        for first in range(0, max(len(delta.token_ids), 1), most)
+        for first, end in _runs(sizes, most_bytes)
     ]
     if form.text:
         parts[-1].text = delta.text[:num_chars]

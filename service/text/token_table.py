@@ -63,6 +63,14 @@ class TokenTextTable:
             self._showing[special_ids] = texts
         return self._showing[special_ids]
 
+    def by_itself(self, token_id: int) -> bytes:
+        """Returns the text of one token in UTF-8, or the name of a special token. It may be part of a character. Empty
+        for an id without a token: a model may have more rows than its tokenizer has tokens."""
+        if token_id >= len(self.all):
+            return b""
+        text = self.all[token_id]
+        return self.split[token_id] if text is None else text.encode()
+
     def opening(self, token_id: int) -> str:
         """Returns the text of a token that is the first of a text, if ``opens_differently``."""
         token = self._tokens[token_id]

@@ -12,7 +12,6 @@ from penstock.clients.events import (
     Delta,
     Finished,
     FinishReason,
-    Logprobs,
     PromptLogprobs,
     Speculation,
     Timings,
@@ -20,12 +19,14 @@ from penstock.clients.events import (
     collect,
     merge,
 )
+from penstock.clients.output import Logprobs
 
 NUM_CHOICES = 3
 
 
 def logprobs(num_tokens):
-    return Logprobs([-0.5] * num_tokens, 1, list(range(num_tokens)), [-0.25] * num_tokens)
+    ids, texts = list(range(num_tokens)), [b"x"] * num_tokens
+    return Logprobs([-0.5] * num_tokens, 1, ids, [-0.25] * num_tokens, [], texts, list(texts))
 
 
 def delta(choice, ids, with_logprobs):

@@ -54,7 +54,7 @@ async def test_calls_for_a_request_are_in_its_own_trace(start_gateway, spans):
     gateway = await start_gateway()
     for number in (3, 4):
         traced = {"traceparent": f"00-{str(number) * 32}-{SPAN_ID}-01"}
-        body = BODY | {"prompt": "a" * number, "logprobs": number}
+        body = BODY | {"prompt": str(number), "logprobs": 0, "echo": True}
         assert (await gateway.post(COMPLETIONS, headers=traced, **body)).status_code == 200
     first, second = await until(lambda: len(of_gateway(spans)) == 2 and of_gateway(spans))
     described = [span for span in spans() if span.name == "penstock.v1.TokenizerService/DescribeTokens"]

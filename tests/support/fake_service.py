@@ -182,6 +182,7 @@ class FakeService(
                     if start.output.HasField("logprobs"):
                         delta.logprobs.chosen.append(-0.5)
                         delta.logprobs.text_lengths.append(1)
+                        delta.logprobs.chosen_texts.extend([character.encode()] * start.output.include_token_texts)
                     _move_reasoning(delta, prompt, sent, start)
                     send(deltas=delta)
             finish(reason=pb.FINISH_REASON_LENGTH if limit < len(text) else pb.FINISH_REASON_STOP)

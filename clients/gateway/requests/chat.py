@@ -1,7 +1,9 @@
 """Converts a chat request's body to the contract's ``GenerationStart``."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+
+from starlette.datastructures import Headers
 
 import penstock.v1 as pb
 from penstock.clients.constraints import STARTS
@@ -49,7 +51,7 @@ def check_chat(body: ChatRequest, caller: UpstreamCaller) -> None:
         raise invalid("echo", "only with continue_final_message: true")
 
 
-def build_chat_start(body: ChatRequest, headers: Mapping[str, str], caller: UpstreamCaller) -> pb.GenerationStart:
+def build_chat_start(body: ChatRequest, headers: Headers, caller: UpstreamCaller) -> pb.GenerationStart:
     """Builds the request to the service. Raises GatewayError."""
     start = new_start(body, headers, caller.settings)
     start.chat.CopyFrom(build_chat(body))

@@ -2,7 +2,8 @@
 service checks the limits."""
 
 import re
-from collections.abc import Mapping
+
+from starlette.datastructures import Headers
 
 import penstock.v1 as pb
 from penstock.clients.gateway.errors import invalid
@@ -12,6 +13,7 @@ from penstock.clients.gateway.schemas.common import GenerationBody
 from penstock.clients.gateway.schemas.unsupported import model_not_found, shown
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.tracing import traceparent
+from penstock.clients.gateway.upstream.caller_headers import idempotency_key
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.requests import timeout_ms
 
@@ -34,8 +36,8 @@ _MAX_TOKENS = 2**32 - 1
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
-def new_start(body: GenerationBody, headers: Mapping[str, str], settings: GatewaySettings) -> pb.GenerationStart:
-    """Returns a request without its prompt: deadline, priority, and the caller's id."""
+def new_start(body: GenerationBody, headers: Headers, settings: GatewaySettings) -> pb.GenerationStart:
+    """Returns a request without its prompt: deadline, priority, and the caller's id and key. Raises GatewayError."""
     timeout_s = settings.request_timeout_s
     start = pb.GenerationStart(
         timeout_ms=None if timeout_s is None else timeout_ms(timeout_s),
@@ -43,6 +45,7 @@ def new_start(body: GenerationBody, headers: Mapping[str, str], settings: Gatewa
         max_draft_tokens=body.max_draft_tokens,
         traceparent=traceparent(),
         client_request_id=client_request_id(body.request_id, headers.get("x-request-id")),
+        idempotency_key=idempotency_key(headers),
     )
     fill_truncation(start, body)
     return start
@@ -84,6 +87,7 @@ def fill_output(
         output.logprobs = logprobs
     if prompt_logprobs is not None:
         output.prompt_logprobs = prompt_logprobs
+    output.include_token_texts = logprobs is not None or prompt_logprobs is not None
     output.include_special_tokens = body.skip_special_tokens is False
 
 

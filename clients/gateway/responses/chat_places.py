@@ -3,10 +3,10 @@
 The service reports how many characters of the content begin in each token.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.responses.logprobs import TokenNames
+from penstock.clients.output import Logprobs
 
 PlacedEntry = tuple[int, Json]
 """The log-probabilities of a token, and its position in the content of its part, in characters."""
@@ -21,20 +21,13 @@ class ContentTokens:
         self._was_content = False
         """Whether the last token belongs to content."""
 
-    def place_entries(
-        self,
-        token_ids: Sequence[int],
-        text_lengths: Sequence[int],
-        entries: Iterable[Json],
-        names: TokenNames,
-        content: range,
-    ) -> list[PlacedEntry]:
+    def place_entries(self, logprobs: Logprobs, entries: Iterable[Json], content: range) -> list[PlacedEntry]:
         """Returns the entries of content among those of a part, whose content has the positions ``content``. Tokens
         after it are those of a stop string."""
         placed: list[PlacedEntry] = []
-        for token_id, length, entry in zip(token_ids, text_lengths, entries, strict=True):
+        for text, length, entry in zip(logprobs.chosen_texts, logprobs.text_lengths, entries, strict=True):
             # A character of several tokens counts for the first of them.
-            continues = self._was_content and _continues_character(names.bytes(token_id))
+            continues = self._was_content and _continues_character(text)
             self._was_content = (bool(length) and self._at < content.stop) or continues
             if self._was_content:
                 placed.append((max(0, self._at - continues - content.start), entry))

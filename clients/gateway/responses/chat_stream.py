@@ -3,19 +3,20 @@
 Both chat endpoints use it. Independent of the format of chunks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.clients.events import Delta
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.responses.chat_places import ContentTokens, PlacedEntry
 from penstock.clients.gateway.responses.logprobs import TokenNames, chat_entries
-from penstock.clients.gateway.responses.stop_text import described_ids, finish_reason, stop_reason, with_stop
+from penstock.clients.gateway.responses.stop_text import finish_reason, shown_stops, stop_reason, with_stop
 from penstock.clients.gateway.schemas.chat import ChatRequest
 from penstock.clients.gateway.schemas.common import without_texts
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Arrival
-from penstock.clients.tool_calls import ToolCallPart
+from penstock.clients.output import ToolCallPart
+from penstock.v1 import TokenDescription
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class ChatReader:
         """``with_reasoning``: whether reasoning is shown."""
         self._body = without_texts(body)
         self._caller = caller
+        self._names = TokenNames(as_ids=bool(body.return_tokens_as_token_ids))
         self._eos = frozenset(caller.model.eos_token_ids)
         self._choices = [_ChatChoice() for _ in range(body.num_choices)]
         self._with_reasoning = with_reasoning
@@ -62,12 +64,11 @@ class ChatReader:
     async def read(self, arrivals: Sequence[Arrival]) -> list[Part]:
         """Returns the parts that events add to the answer. Raises RequestFailed."""
         deltas = [event for _, event in arrivals if isinstance(event, Delta)]
-        ids = set[int]().union(*(described_ids(delta, self._body) for delta in deltas))
-        known = await self._caller.describe(ids) if ids else {}
-        names = TokenNames(known, as_ids=bool(self._body.return_tokens_as_token_ids))
-        return [self._read(delta, names) for delta in deltas]
+        stops = shown_stops(deltas, self._body)
+        known = await self._caller.describe(stops) if stops else {}
+        return [self._read(delta, known) for delta in deltas]
 
-    def _read(self, delta: Delta, names: TokenNames) -> Part:
+    def _read(self, delta: Delta, known: Mapping[int, TokenDescription]) -> Part:
         choice = self._choices[delta.choice]
         part = Part(
             delta.choice,
@@ -78,21 +79,15 @@ class ChatReader:
             token_ids=delta.token_ids,
         )
         if delta.logprobs is not None:
-            part.logprobs = chat_entries(delta.token_ids, delta.logprobs, names)
-            lengths = delta.logprobs.text_lengths
-            part.content_logprobs = choice.content.place_entries(
-                delta.token_ids,
-                lengths,
-                part.logprobs,
-                names,
-                range(part.content_at, part.content_at + len(delta.text)),
-            )
+            part.logprobs = chat_entries(delta.token_ids, delta.logprobs, self._names)
+            content = range(part.content_at, part.content_at + len(delta.text))
+            part.content_logprobs = choice.content.place_entries(delta.logprobs, part.logprobs, content)
         choice.content_length += len(delta.text)
         if delta.reasoning or delta.text or delta.tool_calls:
             choice.is_in_reasoning = not (delta.text or delta.tool_calls)
         if delta.end is not None:
             _add_stop(
-                part, with_stop(delta, self._body, names)[len(delta.text) :], is_in_reasoning=choice.is_in_reasoning
+                part, with_stop(delta, self._body, known)[len(delta.text) :], is_in_reasoning=choice.is_in_reasoning
             )
             part.finish_reason = finish_reason(delta.end)
             part.stop_reason = stop_reason(delta.end, self._eos)

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.clients.events import Delta, Logprobs, PromptLogprobs
+from penstock.clients.events import Delta, PromptLogprobs
 from penstock.clients.gateway.upstream.upstream_request import Arrival
 
 _MAX_ENTRIES = 2048
@@ -52,14 +52,9 @@ async def encoded(answer: dict[str, Any]) -> bytes:
 
 def _cut(event: PromptLogprobs) -> Iterator[PromptLogprobs]:
     whole = event.logprobs
-    k = whole.num_top
-    step = max(1, _MAX_ENTRIES // (k + 1))
+    step = max(1, _MAX_ENTRIES // (whole.num_top + 1))
     for begin in range(0, len(whole.chosen), step):
-        end = begin + step
-        part = Logprobs(
-            whole.chosen[begin:end], k, whole.top_token_ids[begin * k : end * k], whole.top[begin * k : end * k]
-        )
-        yield PromptLogprobs(event.start + begin, part)
+        yield PromptLogprobs(event.start + begin, whole.part(begin, begin + step))
 
 
 def _parts(value: object, name: str = "") -> Iterator[bytes]:

@@ -1,37 +1,44 @@
 """Log-probabilities in the formats of the two endpoints, and of vLLM for prompts."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
-from penstock.clients.events import Delta, Logprobs
+from penstock.clients.events import Delta
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.requests.prompts import ParsedPrompt
-from penstock.v1 import TokenDescription
+from penstock.clients.output import Logprobs
 
 LOWEST = -9999.0
 """Represents minus infinity, for which JSON has no number; the same as in vLLM."""
 _REPLACEMENT = "\ufffd"
 
 
+class Token(NamedTuple):
+    """A token, with the bytes that it adds to a text."""
+
+    id: int
+    text: bytes
+
+
 class TokenNames:
     """The names of tokens in an answer."""
 
-    def __init__(self, known: Mapping[int, TokenDescription], *, as_ids: bool) -> None:
-        """``known`` has every token that will be named. ``as_ids``: names have the form "token_id:N"."""
-        self._known = known
+    def __init__(self, *, as_ids: bool) -> None:
+        """``as_ids``: names have the form "token_id:N"."""
         self._as_ids = as_ids
 
-    def text(self, token_id: int) -> str:
+    def text(self, token: Token) -> str:
         """Returns the text for chats: incomplete characters become U+FFFD."""
-        return f"token_id:{token_id}" if self._as_ids else self.bytes(token_id).decode(errors="replace")
+        return f"token_id:{token.id}" if self._as_ids else token.text.decode(errors="replace")
 
-    def key(self, token_id: int, shown: str = "") -> str:
+    def key(self, token: Token, shown: str = "") -> str:
         """Returns the name for completions: bytes of incomplete characters are written out, so that names are distinct.
         ``shown``: the part of the text that begins in the token; next to invalid bytes, a byte that is a character may
         be shown as U+FFFD."""
         if self._as_ids:
-            return f"token_id:{token_id}"
-        data = self.bytes(token_id)
+            return f"token_id:{token.id}"
+        data = token.text
         try:
             name = data.decode()
         except UnicodeDecodeError:
@@ -39,42 +46,16 @@ class TokenNames:
         is_broken = not name or (shown.strip(_REPLACEMENT) == "" != shown and _REPLACEMENT not in name)
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data) if data and is_broken else name
 
-    def bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that the token adds to a text."""
-        return self._known[token_id].text
-
-    def shown(self, token_id: int, *, specials: bool) -> str:
-        """Returns what the token adds to a text with or without special tokens."""
-        hidden = self._known[token_id].is_special and not specials
-        return "" if hidden else self.bytes(token_id).decode(errors="replace")
-
-
-def named_ids(token_ids: Sequence[int], logprobs: Logprobs) -> set[int]:
-    """Returns the tokens to be named."""
-    return {*token_ids, *logprobs.top_token_ids}
-
-
-def cut(logprobs: Logprobs, num_top: int) -> Logprobs:
-    """Returns log-probabilities with at most ``num_top`` alternatives."""
-    if logprobs.num_top <= num_top:
-        return logprobs
-    ids: list[int] = []
-    values: list[float] = []
-    for begin in range(0, len(logprobs.top), logprobs.num_top):
-        ids += logprobs.top_token_ids[begin : begin + num_top]
-        values += logprobs.top[begin : begin + num_top]
-    return Logprobs(logprobs.chosen, num_top, ids, values)
-
 
 def chat_entries(token_ids: Sequence[int], logprobs: Logprobs, names: TokenNames) -> list[Json]:
     """Returns one entry per token, in chat's format."""
 
-    def entry(token_id: int, logprob: float) -> Json:
-        return {"token": names.text(token_id), "logprob": _finite(logprob), "bytes": list(names.bytes(token_id))}
+    def entry(token: Token, logprob: float) -> Json:
+        return {"token": names.text(token), "logprob": _finite(logprob), "bytes": list(token.text)}
 
     return [
-        entry(token_id, chosen) | {"top_logprobs": [entry(*each) for each in top]}
-        for token_id, chosen, top in _by_token(token_ids, logprobs)
+        entry(token, chosen) | {"top_logprobs": [entry(*each) for each in top]}
+        for token, chosen, top in _by_token(token_ids, logprobs)
     ]
 
 
@@ -87,19 +68,24 @@ class ChoiceLists:
         self._text_length = 0
 
     @staticmethod
-    def add_prompt(prompt: ParsedPrompt, start: int, logprobs: Logprobs | None, names: TokenNames) -> Json:
-        """Returns the lists of a prompt's tokens from ``start`` on. Only the first token has no log-probabilities:
-        None."""
+    def begin_prompt(prompt: ParsedPrompt, text: bytes, names: TokenNames) -> Json:
+        """Returns the lists of a prompt's first token, which has no log-probabilities. ``text``: the token's."""
         assert prompt.text is not None
         assert prompt.token_ids is not None
-        end = start + (1 if logprobs is None else len(logprobs.chosen))
+        begin, end = (*prompt.text_offsets[:2], len(prompt.text))[:2]
+        name = names.key(Token(prompt.token_ids[0], text), prompt.text[begin:end])
+        return {"text_offset": [begin], "token_logprobs": [None], "tokens": [name], "top_logprobs": [None]}
+
+    @staticmethod
+    def add_prompt(prompt: ParsedPrompt, start: int, logprobs: Logprobs, names: TokenNames) -> Json:
+        """Returns the lists of a prompt's tokens from ``start`` on."""
+        assert prompt.text is not None
+        assert prompt.token_ids is not None
+        end = start + len(logprobs.chosen)
         token_ids, offsets = prompt.token_ids[start:end], prompt.text_offsets[start:end]
         ends = [*prompt.text_offsets[start + 1 : end + 1], len(prompt.text)]
         shown = [prompt.text[begin:end] for begin, end in zip(offsets, ends, strict=False)]
-        if logprobs is not None:
-            return _lists(offsets, shown, token_ids, logprobs, names)
-        tokens = [names.key(token_id, text) for token_id, text in zip(token_ids, shown, strict=True)]
-        return {"text_offset": list(offsets), "token_logprobs": [None], "tokens": tokens, "top_logprobs": [None]}
+        return _lists(offsets, shown, token_ids, logprobs, names)
 
     def after(self, text: str) -> None:
         """Advances the offset by a text that precedes the output."""
@@ -126,12 +112,12 @@ def _lists(
 ) -> Json:
     """``shown``: the part of the text that begins in each token."""
     tokens, top_logprobs = [], []
-    for text, (token_id, chosen, top) in zip(shown, _by_token(token_ids, logprobs), strict=True):
-        tokens.append(names.key(token_id, text))
+    for text, (token, chosen, top) in zip(shown, _by_token(token_ids, logprobs), strict=True):
+        tokens.append(names.key(token, text))
         # The chosen token is included even if it is not among the likeliest.
         alternatives: dict[str, float] = {}
-        for each, logprob in (*top, (token_id, chosen)):
-            name = tokens[-1] if each == token_id else names.key(each)
+        for each, logprob in (*top, (token, chosen)):
+            name = tokens[-1] if each.id == token.id else names.key(each)
             alternatives.setdefault(name, _finite(logprob))
         top_logprobs.append(alternatives)
     return {
@@ -145,24 +131,26 @@ def _lists(
 def prompt_entries(token_ids: Sequence[int], logprobs: Logprobs, names: TokenNames) -> list[Json]:
     """Returns entries in vLLM's format: by token id, with the rank if known."""
     entries = []
-    for token_id, chosen, top in _by_token(token_ids, logprobs):
+    for token, chosen, top in _by_token(token_ids, logprobs):
         ranked = enumerate(top, start=1)
-        entry = {str(each): _prompt_entry(each, logprob, rank, names) for rank, (each, logprob) in ranked}
-        entry.setdefault(str(token_id), _prompt_entry(token_id, chosen, None, names))
+        entry = {str(each.id): _prompt_entry(each, logprob, rank, names) for rank, (each, logprob) in ranked}
+        entry.setdefault(str(token.id), _prompt_entry(token, chosen, None, names))
         entries.append(entry)
     return entries
 
 
-def _prompt_entry(token_id: int, logprob: float, rank: int | None, names: TokenNames) -> Json:
-    return {"logprob": _finite(logprob), "rank": rank, "decoded_token": names.text(token_id)}
+def _prompt_entry(token: Token, logprob: float, rank: int | None, names: TokenNames) -> Json:
+    return {"logprob": _finite(logprob), "rank": rank, "decoded_token": names.text(token)}
 
 
-def _by_token(token_ids: Sequence[int], logprobs: Logprobs) -> Iterator[tuple[int, float, list[tuple[int, float]]]]:
+def _by_token(token_ids: Sequence[int], logprobs: Logprobs) -> Iterator[tuple[Token, float, list[tuple[Token, float]]]]:
     """Yields each token, its log-probability, and its alternatives with theirs."""
     k = logprobs.num_top
-    for at, (token_id, chosen) in enumerate(zip(token_ids, logprobs.chosen, strict=True)):
+    chosen = zip(token_ids, logprobs.chosen_texts, logprobs.chosen, strict=True)
+    for at, (token_id, text, logprob) in enumerate(chosen):
         span = slice(at * k, at * k + k)
-        yield token_id, chosen, list(zip(logprobs.top_token_ids[span], logprobs.top[span], strict=True))
+        tops = map(Token, logprobs.top_token_ids[span], logprobs.top_texts[span])
+        yield Token(token_id, text), logprob, list(zip(tops, logprobs.top[span], strict=True))
 
 
 def _finite(logprob: float) -> float:

@@ -14,7 +14,7 @@ from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.requests.custom_tools import CustomInput
 from penstock.clients.gateway.requests.response_tools import CallerTool
 from penstock.clients.gateway.responses.chat_stream import Part
-from penstock.clients.tool_calls import ToolCallPart
+from penstock.clients.output import ToolCallPart
 
 
 class ResponseEvents:

@@ -1,8 +1,10 @@
 """The end of a choice: its reason in OpenAI's terms, and the stop's text for callers that want it in the output."""
 
+from collections.abc import Iterable, Mapping
+
 from penstock.clients.events import ChoiceEnd, Delta, FinishReason
-from penstock.clients.gateway.responses.logprobs import TokenNames, named_ids
 from penstock.clients.gateway.schemas.common import GenerationBody
+from penstock.v1 import TokenDescription
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.TOOL_CALLS: "tool_calls"}
 
@@ -20,16 +22,17 @@ def stop_reason(end: ChoiceEnd, eos_token_ids: frozenset[int]) -> int | str | No
     return end.stop
 
 
-def described_ids(delta: Delta, body: GenerationBody) -> set[int]:
-    """Returns the tokens of a delta that the answer names, and the one whose text ``with_stop`` needs."""
-    ids = set() if delta.logprobs is None else named_ids(delta.token_ids, delta.logprobs)
-    if body.include_stop_str_in_output and delta.end is not None and delta.end.stop_token_id is not None:
-        ids.add(delta.end.stop_token_id)
-    return ids
+def shown_stops(deltas: Iterable[Delta], body: GenerationBody) -> set[int]:
+    """Returns the stop tokens whose text ``with_stop`` needs."""
+    if not body.include_stop_str_in_output:
+        return set()
+    ends = (delta.end for delta in deltas)
+    return {end.stop_token_id for end in ends if end is not None and end.stop_token_id is not None}
 
 
-def with_stop(delta: Delta, body: GenerationBody, names: TokenNames) -> str:
-    """Returns the delta's text, with the stop that ended the output if the request keeps it."""
+def with_stop(delta: Delta, body: GenerationBody, known: Mapping[int, TokenDescription]) -> str:
+    """Returns the delta's text, with the stop that ended the output if the request keeps it. ``known`` has the
+    ``shown_stops``."""
     end = delta.end
     if not body.include_stop_str_in_output or end is None:
         return delta.text
@@ -37,4 +40,6 @@ def with_stop(delta: Delta, body: GenerationBody, names: TokenNames) -> str:
         return delta.text + end.stop
     if end.stop_token_id is None:
         return delta.text
-    return delta.text + names.shown(end.stop_token_id, specials=body.skip_special_tokens is False)
+    token = known[end.stop_token_id]
+    is_hidden = token.is_special and body.skip_special_tokens is not False
+    return delta.text if is_hidden else delta.text + token.text.decode(errors="replace")

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, StreamingResponse
 
+from penstock.clients.gateway.field_names import IDEMPOTENCY_KEY
 from penstock.clients.gateway.routes.chat_page import FILE_HEADERS, page_headers, source_hash
 
 _FILES = {"swagger-ui.css": "text/css", "swagger-ui-bundle.js": "text/javascript"}
@@ -67,6 +68,13 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [1, 2, 3]},
 }
 """A valid body for each path. Swagger UI would make one up from all fields, which the gateway refuses."""
+_KEY_OF_REQUEST: dict[str, Any] = {
+    "name": IDEMPOTENCY_KEY,
+    "in": "header",
+    "description": "The caller's key for the request and its repetitions. While a request with it is live, and for 10 "
+    "minutes after it ended well, another one is refused with 409.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 128},
+}
 
 
 def make_router() -> APIRouter:
@@ -106,8 +114,8 @@ async def _file(content: bytes, media_type: str) -> StreamingResponse:
 
 
 def complete(described: dict[str, Any]) -> None:
-    """Adds to an OpenAPI description where the paths are, which of them accept a key, and a valid body for each.
-    Removes FastAPI's status 422, which the gateway never returns."""
+    """Adds to an OpenAPI description where the paths are, which of them accept keys, and a valid body for each. Removes
+    FastAPI's status 422, which the gateway never returns."""
     described["servers"] = [{"url": "."}]  # next to the description, below a proxy's prefix too
     described["components"]["securitySchemes"] = {
         "key": {"type": "http", "scheme": "bearer", "description": "A key or token of the service, if it requires one."}
@@ -119,5 +127,7 @@ def complete(described: dict[str, Any]) -> None:
             operation["responses"].pop("422", None)
             if "401" in operation["responses"]:
                 operation["security"] = [{"key": []}, {}]  # {}: the service may require none
+            if "409" in operation["responses"]:
+                operation.setdefault("parameters", []).append(_KEY_OF_REQUEST)
             if path in _EXAMPLES:
                 operation["requestBody"]["content"]["application/json"]["example"] = _EXAMPLES[path]

@@ -43,6 +43,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 """The errors of a route, for its ``responses=``."""
+GENERATION_ERRORS = ERRORS | {
+    409: {"model": ErrorBody, "description": "Another request with the same `Idempotency-Key` is live or has ended."}
+}
+"""The errors of a route that generates."""
 
 
 class CallerRoute(APIRoute):

@@ -23,14 +23,14 @@ from penstock.clients.gateway.requests.tool_choice import with_allowed_tools
 from penstock.clients.gateway.requests.truncation import truncated
 from penstock.clients.gateway.responses.chat_stream import ChatReader, Part
 from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse
-from penstock.clients.gateway.responses.logprobs import TokenNames, named_ids, prompt_entries
+from penstock.clients.gateway.responses.logprobs import TokenNames, prompt_entries
 from penstock.clients.gateway.responses.usage import UsageTracker
-from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
+from penstock.clients.gateway.routes.caller_route import GENERATION_ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.chat import ChatCompletion, ChatRequest
 from penstock.clients.gateway.schemas.common import without_texts
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Arrival
-from penstock.clients.tool_calls import ToolCallPart
+from penstock.clients.output import ToolCallPart
 
 _OK: dict[int | str, dict[str, Any]] = {
     200: {
@@ -47,7 +47,7 @@ def make_router() -> APIRouter:
     @router.post(
         "/v1/chat/completions",
         response_model=ChatCompletion,
-        responses=ERRORS | _OK,
+        responses=GENERATION_ERRORS | _OK,
         summary="Answer a conversation",
         description="OpenAI's chat completions, with vLLM's additional fields. Combined, the chunks of a streamed "
         "answer are the same as the answer without `stream`.",
@@ -149,7 +149,6 @@ class ChatWriter:
         self, body: ChatRequest, caller: UpstreamCaller, reader: ChatReader, prompt_token_ids: Sequence[int] | None
     ) -> None:
         self._body = without_texts(body)
-        self._caller = caller
         self._reader = reader
         self._prompt_token_ids = prompt_token_ids
         self._echoed = content_text(body.messages[-1].content, "messages") if body.echo else ""
@@ -174,7 +173,7 @@ class ChatWriter:
         for _, event in arrivals:
             self._usage_tracker.count(event)
             if isinstance(event, PromptLogprobs):
-                chunks.append(await self._prompt_part(event))
+                chunks.append(self._prompt_part(event))
         chunks += [self._usage_tracker.chunk([self._part(part)]) for part in await self._reader.read(arrivals)]
         return chunks
 
@@ -185,11 +184,10 @@ class ChatWriter:
         """Returns the error in the form that OpenAI's clients understand."""
         return [error.body()]
 
-    async def _prompt_part(self, part: PromptLogprobs) -> Json:
+    def _prompt_part(self, part: PromptLogprobs) -> Json:
         assert self._prompt_token_ids is not None, "prompt_logprobs has the prompt rendered first"
         ids = self._prompt_token_ids[part.start : part.start + len(part.logprobs.chosen)]
-        known = await self._caller.describe(named_ids(ids, part.logprobs))
-        names = TokenNames(known, as_ids=bool(self._body.return_tokens_as_token_ids))
+        names = TokenNames(as_ids=bool(self._body.return_tokens_as_token_ids))
         return self._usage_tracker.chunk([]) | {"prompt_logprobs": prompt_entries(ids, part.logprobs, names)}
 
     def _part(self, part: Part) -> Json:

@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.datastructures import Headers
 from starlette.responses import Response
 
 import penstock.v1 as pb
 from penstock.clients.events import Delta, PromptLogprobs
 from penstock.clients.gateway.errors import GatewayError, invalid
-from penstock.clients.gateway.field_names import caller_name
+from penstock.clients.gateway.field_names import IDEMPOTENCY_KEY, caller_name
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.requests.constraints import constraint_names, fill_constraint
 from penstock.clients.gateway.requests.prompts import ParsedPrompt, prompt_names, read_prompts
@@ -25,13 +26,11 @@ from penstock.clients.gateway.responses.http_response import StreamingOrWholeRes
 from penstock.clients.gateway.responses.logprobs import (
     ChoiceLists,
     TokenNames,
-    cut,
-    named_ids,
     prompt_entries,
 )
-from penstock.clients.gateway.responses.stop_text import described_ids, finish_reason, stop_reason, with_stop
+from penstock.clients.gateway.responses.stop_text import finish_reason, shown_stops, stop_reason, with_stop
 from penstock.clients.gateway.responses.usage import UsageTracker
-from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
+from penstock.clients.gateway.routes.caller_route import GENERATION_ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.common import is_single, without_texts
 from penstock.clients.gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionRequest, CompletionResponse
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
@@ -49,7 +48,7 @@ def make_router() -> APIRouter:
     @router.post(
         "/v1/completions",
         response_model=CompletionResponse,
-        responses=ERRORS,
+        responses=GENERATION_ERRORS,
         summary="Continue one or more texts",
         description="OpenAI's completions, with vLLM's additional fields. With `stream`, the answer is a series "
         "of server-sent events with one chunk each, followed by `[DONE]`. A chunk has the answer's format, but only "
@@ -84,7 +83,7 @@ def _check(body: CompletionRequest) -> None:
 
 
 def _starts(
-    prompts: Sequence[ParsedPrompt], body: CompletionRequest, headers: Mapping[str, str], caller: UpstreamCaller
+    prompts: Sequence[ParsedPrompt], body: CompletionRequest, headers: Headers, caller: UpstreamCaller
 ) -> list[pb.GenerationStart]:
     """Returns one request for each prompt. Each has all options, so together they may be many times the size of the
     body."""
@@ -92,6 +91,8 @@ def _starts(
     num_bytes = 0
     for prompt in prompts:
         starts.append(_start(prompt, body, headers, caller))
+        if len(prompts) > 1 and starts[-1].idempotency_key:  # some may end well although the others fail
+            raise invalid(IDEMPOTENCY_KEY, "only with one prompt; send a request for each")
         num_bytes += starts[-1].ByteSize()
         if num_bytes > _MAX_STARTS_BYTES:
             message = "the prompts, each with the options, are too large for one request; send fewer of them at once"
@@ -100,7 +101,7 @@ def _starts(
 
 
 def _start(
-    prompt: ParsedPrompt, body: CompletionRequest, headers: Mapping[str, str], caller: UpstreamCaller
+    prompt: ParsedPrompt, body: CompletionRequest, headers: Headers, caller: UpstreamCaller
 ) -> pb.GenerationStart:
     start = new_start(body, headers, caller.settings)
     prompt.put_into(start)
@@ -166,8 +167,7 @@ class CompletionWriter:
         n = body.num_choices
         self._choices = [[ChoiceLists(at * n + i) for i in range(n)] for at in range(len(prompts))]
         self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
-        self._names_prompts = body.prompt_logprobs is not None or self._echoes_logprobs
-        self._names_tokens = self._names_prompts or body.logprobs is not None or bool(body.include_stop_str_in_output)
+        self._names = TokenNames(as_ids=bool(body.return_tokens_as_token_ids))
         self._begun = False
 
     def begin_response(self, request_id: str) -> list[Json]:
@@ -176,18 +176,17 @@ class CompletionWriter:
 
     async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
         """Returns chunks of the prompts, if they are shown, and of new events."""
-        known = await self._describe(arrivals) if self._names_tokens else {}
-        names = TokenNames(known, as_ids=bool(self._body.return_tokens_as_token_ids))
+        known = await self._describe(arrivals)
         chunks: list[Json] = []
         if not self._begun:
             self._begun = True
-            chunks = self._show_prompts(names)
+            chunks = self._show_prompts(known)
         for at, event in arrivals:
             self._usage_tracker.count(event)
             if isinstance(event, Delta):
-                chunks += self._delta(self._choices[at][event.choice], event, names)
+                chunks += self._delta(self._choices[at][event.choice], event, known)
             elif isinstance(event, PromptLogprobs):
-                chunks += self._prompt_part(at, event, names)
+                chunks += self._prompt_part(at, event)
         return chunks
 
     def end(self) -> list[Json]:
@@ -198,20 +197,15 @@ class CompletionWriter:
         return [error.body()]
 
     async def _describe(self, arrivals: Sequence[Arrival]) -> Mapping[int, TokenDescription]:
-        """Describes the tokens that the answer names, if any."""
-        ids: set[int] = set()
-        if not self._begun and self._names_prompts:
-            ids.update(*(prompt.token_ids or () for prompt in self._prompts))
-        for _, event in arrivals:
-            if isinstance(event, Delta):
-                ids |= described_ids(event, self._body)
-            elif isinstance(event, PromptLogprobs):
-                ids |= named_ids((), event.logprobs)
-        wanted = ids or self._names_prompts  # those of the prompts are known from the first call
-        return await self._caller.describe(ids) if wanted else {}
+        """Describes the tokens that the answer shows without log-probabilities: stop tokens, and the first ones of
+        prompts."""
+        ids = shown_stops((event for _, event in arrivals if isinstance(event, Delta)), self._body)
+        if not self._begun and self._echoes_logprobs:
+            ids.update(prompt.token_ids[0] for prompt in self._prompts if prompt.token_ids)
+        return await self._caller.describe(ids) if ids else {}
 
-    def _show_prompts(self, names: TokenNames) -> list[Json]:
-        if not (self._body.echo or self._body.return_token_ids or self._names_prompts):
+    def _show_prompts(self, known: Mapping[int, TokenDescription]) -> list[Json]:
+        if not (self._body.echo or self._body.return_token_ids or self._body.prompt_logprobs is not None):
             return []
         chunks = []
         for prompt, choices in zip(self._prompts, self._choices, strict=True):
@@ -223,13 +217,13 @@ class CompletionWriter:
                 if self._body.return_token_ids:
                     shown |= {"prompt_token_ids": list(prompt.token_ids or ()), "token_ids": []}
                 if self._echoes_logprobs and prompt.token_ids:
-                    shown["logprobs"] = choice.add_prompt(prompt, 0, None, names)
+                    shown["logprobs"] = choice.begin_prompt(prompt, known[prompt.token_ids[0]].text, self._names)
                 if self._body.prompt_logprobs is not None:
                     shown["prompt_logprobs"] = [None]
                 chunks.append(self._usage_tracker.chunk([shown]))
         return chunks
 
-    def _prompt_part(self, at: int, part: PromptLogprobs, names: TokenNames) -> list[Json]:
+    def _prompt_part(self, at: int, part: PromptLogprobs) -> list[Json]:
         token_ids = self._prompts[at].token_ids
         assert token_ids is not None, "read_prompts returns the ids of prompts whose log-probabilities are requested"
         ids = token_ids[part.start : part.start + len(part.logprobs.chosen)]
@@ -237,23 +231,24 @@ class CompletionWriter:
         for choice in self._choices[at]:
             shown = self._empty(choice)
             if self._echoes_logprobs:
-                logprobs = cut(part.logprobs, self._body.logprobs or 0)
-                shown["logprobs"] = choice.add_prompt(self._prompts[at], part.start, logprobs, names)
+                logprobs = part.logprobs.cut(self._body.logprobs or 0)
+                shown["logprobs"] = choice.add_prompt(self._prompts[at], part.start, logprobs, self._names)
             if self._body.prompt_logprobs is not None:
-                shown["prompt_logprobs"] = prompt_entries(ids, cut(part.logprobs, self._body.prompt_logprobs), names)
+                logprobs = part.logprobs.cut(self._body.prompt_logprobs)
+                shown["prompt_logprobs"] = prompt_entries(ids, logprobs, self._names)
             chunks.append(self._usage_tracker.chunk([shown]))
         return chunks
 
-    def _delta(self, choice: ChoiceLists, delta: Delta, names: TokenNames) -> list[Json]:
+    def _delta(self, choice: ChoiceLists, delta: Delta, known: Mapping[int, TokenDescription]) -> list[Json]:
         shown = self._empty(choice)
         if delta.end is not None:
             shown["finish_reason"] = finish_reason(delta.end)
             shown["stop_reason"] = stop_reason(delta.end, self._eos)
         if self._scores_alone:
             return [self._usage_tracker.chunk([shown | {"finish_reason": "length"}])] if delta.end is not None else []
-        shown["text"] = with_stop(delta, self._body, names)
+        shown["text"] = with_stop(delta, self._body, known)
         if delta.logprobs is not None:
-            shown["logprobs"] = choice.add_tokens(delta, delta.logprobs, shown["text"], names)
+            shown["logprobs"] = choice.add_tokens(delta, delta.logprobs, shown["text"], self._names)
         if self._body.return_token_ids:
             shown["token_ids"] = delta.token_ids
         return [self._usage_tracker.chunk([shown])]

@@ -23,7 +23,7 @@ from penstock.clients.gateway.requests.sampling import check_model
 from penstock.clients.gateway.responses.chat_stream import ChatReader
 from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse
 from penstock.clients.gateway.responses.response_events import ResponseEvents
-from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
+from penstock.clients.gateway.routes.caller_route import ERRORS, GENERATION_ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.responses import InputTokens, ResponsesRequest
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Arrival
@@ -42,7 +42,7 @@ def make_router() -> APIRouter:
     @router.post(
         "/v1/responses",
         response_model=dict[str, Any],
-        responses=ERRORS,
+        responses=GENERATION_ERRORS,
         summary="Answer a conversation, with OpenAI's newer API",
         description="The stateless part of OpenAI's Responses API: nothing is stored, so each request has its whole "
         "input. With `stream`, the answer is a series of OpenAI's typed events; the last one has the whole answer.",

@@ -1,16 +1,19 @@
-"""Reads the caller's key and tenant from a request's headers. Each header may occur only once, since a proxy may have
-added its own to the caller's."""
+"""Reads a caller's headers: its key, its tenant, and its key of a request. Each may occur only once, since a proxy may
+have added its own to the caller's."""
 
 import re
 
 from starlette.datastructures import Headers
 
-from penstock.clients.gateway.errors import GatewayError
+from penstock.clients.gateway.errors import GatewayError, invalid
+from penstock.clients.gateway.field_names import IDEMPOTENCY_KEY
 from penstock.clients.gateway.settings import GatewaySettings
 
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_KEY_BYTES = 8192
 """The service takes keys of 1,024 bytes and tokens of at most 8,192."""
+_MAX_IDEMPOTENCY_KEY_BYTES = 128
+"""The contract's limit."""
 
 
 def bearer_key(headers: Headers) -> str | None:
@@ -48,3 +51,17 @@ def named_tenant(headers: Headers, settings: GatewaySettings) -> str:
         message = f"the header {header} must have 1 to 64 characters of [A-Za-z0-9_.-]"
         raise GatewayError(400, message, code="invalid_tenant")
     return tenant
+
+
+def idempotency_key(headers: Headers) -> str:
+    """Returns the caller's key for a request and its repetitions; empty if there is none. Raises GatewayError."""
+    given = headers.getlist(IDEMPOTENCY_KEY)
+    if not given:
+        return ""
+    key = given[0]
+    if len(given) > 1:
+        raise invalid(IDEMPOTENCY_KEY, f"send this header only once; there are {len(given)}")
+    if not (key and key.isascii() and key.isprintable() and len(key) <= _MAX_IDEMPOTENCY_KEY_BYTES):
+        problem = f"must have 1 to {_MAX_IDEMPOTENCY_KEY_BYTES} characters of printable ASCII"
+        raise invalid(IDEMPOTENCY_KEY, problem)
+    return key

@@ -458,7 +458,9 @@ class GenerationCancel(_message.Message):
     REFS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def refs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The refs of live requests; unknown ones are ignored. At most 65,536; a `cancel` with more ends no request."""
+        """The refs of live requests; others are ignored, since a request may end while its `cancel` is on the way. At most
+        65,536; a `cancel` with more ends no request.
+        """
 
     def __init__(
         self,
@@ -486,7 +488,7 @@ class GenerationUpdate(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
-    """The ref of the request. Unknown refs are ignored."""
+    """The ref of the request. Ignored if no live request has it, since a request may end while its `update` is on the way."""
     timeout_ms: _builtins.int
     """A new deadline, in milliseconds from now: 1 to 86,400,000. Default: unchanged."""
     priority: _builtins.int
@@ -551,7 +553,7 @@ class GenerationAppend(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     REPLACE_FROM_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
-    """The ref of the request."""
+    """The ref of the request. NOT_FOUND if no live request has it: unlike an `update`, the content would be lost."""
     text: _builtins.str
     """Text. At most 4 MiB of UTF-8."""
     replace_from: _builtins.int
@@ -599,7 +601,7 @@ class GenerationCommit(_message.Message):
 
     REF_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
-    """The ref of the request. A request that is not open gets a `frames_refused`."""
+    """The ref of the request. If it is not open or not live, its output does not begin, and it gets a `frames_refused`."""
     def __init__(
         self,
         *,

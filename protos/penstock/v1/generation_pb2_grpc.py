@@ -86,9 +86,10 @@ class GenerationServiceServicer(object):
         after it entered the queue, the details of the status include its Finished, without the status, for the usage.
 
         The response stays below 4 MiB, the default limit of gRPC clients. For this, n x max_tokens x t, plus prompt tokens
-        x (prompt_logprobs + 1) if that is set, is at most 512,000. t is the size of an output token in units of 8 bytes,
-        rounded up: the longest text of a token if text is sent, plus 3 bytes if ids are. If logprobs is set, t includes
-        logprobs + 1. More is INVALID_ARGUMENT. Without `sampling.max_tokens`, the output gets what room there is.
+        x (prompt_logprobs + 1) x p if that is set, is at most 512,000. t is the size of an output token in units of 8
+        bytes, rounded up: the longest text of a token if text is sent, plus 3 bytes if ids are. If logprobs is set, t
+        includes (logprobs + 1) x p. p is 1; `include_token_texts` adds the units of 3 bytes and the longest text of a
+        token, rounded up. More is INVALID_ARGUMENT. Without `sampling.max_tokens`, the output gets what room there is.
         GenerateOne allows more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

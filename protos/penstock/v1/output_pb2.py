@@ -23,10 +23,9 @@ _sym_db = _symbol_database.Default()
 
 
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
-from penstock.v1 import prompt_pb2 as penstock_dot_v1_dot_prompt__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/output.proto\x12\x0bpenstock.v1\x1a\x17google/rpc/status.proto\x1a\x18penstock/v1/prompt.proto\"\xe3\x01\n\rOutputOptions\x12)\n\x06\x66ormat\x18\x01 \x01(\x0e\x32\x19.penstock.v1.OutputFormat\x12\x15\n\x08logprobs\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x1e\n\x16include_special_tokens\x18\x04 \x01(\x08\x12\x17\n\x0fparse_reasoning\x18\x05 \x01(\x08\x12\x18\n\x10parse_tool_calls\x18\x06 \x01(\x08\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xe5\x01\n\x05\x44\x65lta\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x16\n\ttoken_ids\x18\x03 \x03(\rB\x03\x80\x01\x01\x12\x11\n\x04text\x18\x04 \x01(\tB\x03\x80\x01\x01\x12\'\n\x08logprobs\x18\x05 \x01(\x0b\x32\x15.penstock.v1.Logprobs\x12#\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x16.penstock.v1.ChoiceEnd\x12\x16\n\treasoning\x18\x07 \x01(\tB\x03\x80\x01\x01\x12.\n\ntool_calls\x18\x08 \x03(\x0b\x32\x1a.penstock.v1.ToolCallDelta\"\x8b\x01\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x02id\x18\x02 \x01(\tB\x03\x80\x01\x01\x12\x11\n\x04name\x18\x03 \x01(\tB\x03\x80\x01\x01\x12\x1b\n\x0e\x61rguments_json\x18\x04 \x01(\tB\x03\x80\x01\x01\x12\x13\n\x0btext_offset\x18\x05 \x01(\r\x12\x15\n\ris_incomplete\x18\x06 \x01(\x08\"\xd3\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\x04text\x18\x02 \x01(\tB\x03\x80\x01\x01\x12\x16\n\ttoken_ids\x18\x03 \x03(\rB\x03\x80\x01\x01\x12\'\n\x08logprobs\x18\x04 \x01(\x0b\x32\x15.penstock.v1.Logprobs\x12#\n\x03\x65nd\x18\x05 \x01(\x0b\x32\x16.penstock.v1.ChoiceEnd\x12\x16\n\treasoning\x18\x06 \x01(\tB\x03\x80\x01\x01\x12)\n\ntool_calls\x18\x07 \x03(\x0b\x32\x15.penstock.v1.ToolCall\"j\n\x08Logprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x03(\x02\x12\x0f\n\x07num_top\x18\x02 \x01(\r\x12\x1a\n\rtop_token_ids\x18\x03 \x03(\rB\x03\x80\x01\x01\x12\x0b\n\x03top\x18\x04 \x03(\x02\x12\x14\n\x0ctext_lengths\x18\x05 \x03(\r\"U\n\x0ePromptLogprobs\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\'\n\x08logprobs\x18\x03 \x01(\x0b\x32\x15.penstock.v1.Logprobs\"o\n\tChoiceEnd\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12\x13\n\x04stop\x18\x02 \x01(\tB\x03\x80\x01\x01H\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x42\t\n\x07matched\"\xa5\x02\n\x08\x46inished\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.penstock.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.penstock.v1.Timings\x12\x14\n\x0cmay_continue\x18\x05 \x01(\x08\x12)\n\x06reason\x18\x06 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12-\n\x0bspeculation\x18\t \x01(\x0b\x32\x18.penstock.v1.SpeculationB\x07\n\x05_seed\"v\n\x0bSpeculation\x12\x16\n\x0e\x64rafted_tokens\x18\x01 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x02 \x01(\r\x12\r\n\x05steps\x18\x03 \x01(\r\x12\x12\n\ndrafted_at\x18\x04 \x03(\r\x12\x13\n\x0b\x61\x63\x63\x65pted_at\x18\x05 \x03(\r\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r\"\x81\x01\n\x07Timings\x12\x11\n\tqueued_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x03 \x01(\x01\x12\x10\n\x08total_ms\x18\x04 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r\x12\x10\n\x08restarts\x18\x06 \x01(\r*\x88\x01\n\x0cOutputFormat\x12\x1d\n\x19OUTPUT_FORMAT_UNSPECIFIED\x10\x00\x12\x16\n\x12OUTPUT_FORMAT_TEXT\x10\x01\x12\x1b\n\x17OUTPUT_FORMAT_TOKEN_IDS\x10\x02\x12$\n OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS\x10\x03*\xcf\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x05\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x06\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18penstock/v1/output.proto\x12\x0bpenstock.v1\x1a\x17google/rpc/status.proto\"\x80\x02\n\rOutputOptions\x12)\n\x06\x66ormat\x18\x01 \x01(\x0e\x32\x19.penstock.v1.OutputFormat\x12\x15\n\x08logprobs\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x1e\n\x16include_special_tokens\x18\x04 \x01(\x08\x12\x17\n\x0fparse_reasoning\x18\x05 \x01(\x08\x12\x18\n\x10parse_tool_calls\x18\x06 \x01(\x08\x12\x1b\n\x13include_token_texts\x18\x07 \x01(\x08\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xe5\x01\n\x05\x44\x65lta\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\x12\x16\n\ttoken_ids\x18\x03 \x03(\rB\x03\x80\x01\x01\x12\x11\n\x04text\x18\x04 \x01(\tB\x03\x80\x01\x01\x12\'\n\x08logprobs\x18\x05 \x01(\x0b\x32\x15.penstock.v1.Logprobs\x12#\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x16.penstock.v1.ChoiceEnd\x12\x16\n\treasoning\x18\x07 \x01(\tB\x03\x80\x01\x01\x12.\n\ntool_calls\x18\x08 \x03(\x0b\x32\x1a.penstock.v1.ToolCallDelta\"\x8b\x01\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0f\n\x02id\x18\x02 \x01(\tB\x03\x80\x01\x01\x12\x11\n\x04name\x18\x03 \x01(\tB\x03\x80\x01\x01\x12\x1b\n\x0e\x61rguments_json\x18\x04 \x01(\tB\x03\x80\x01\x01\x12\x13\n\x0btext_offset\x18\x05 \x01(\r\x12\x15\n\ris_incomplete\x18\x06 \x01(\x08\"\xd9\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\x04text\x18\x02 \x01(\tB\x03\x80\x01\x01\x12\x16\n\ttoken_ids\x18\x03 \x03(\rB\x03\x80\x01\x01\x12\'\n\x08logprobs\x18\x04 \x01(\x0b\x32\x15.penstock.v1.Logprobs\x12#\n\x03\x65nd\x18\x05 \x01(\x0b\x32\x16.penstock.v1.ChoiceEnd\x12\x16\n\treasoning\x18\x06 \x01(\tB\x03\x80\x01\x01\x12/\n\ntool_calls\x18\x07 \x03(\x0b\x32\x1b.penstock.v1.OutputToolCall\"}\n\x0eOutputToolCall\x12\x0f\n\x02id\x18\x01 \x01(\tB\x03\x80\x01\x01\x12\x11\n\x04name\x18\x02 \x01(\tB\x03\x80\x01\x01\x12\x1b\n\x0e\x61rguments_json\x18\x03 \x01(\tB\x03\x80\x01\x01\x12\x13\n\x0btext_offset\x18\x04 \x01(\r\x12\x15\n\ris_incomplete\x18\x05 \x01(\x08\"\x9d\x01\n\x08Logprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x03(\x02\x12\x0f\n\x07num_top\x18\x02 \x01(\r\x12\x1a\n\rtop_token_ids\x18\x03 \x03(\rB\x03\x80\x01\x01\x12\x0b\n\x03top\x18\x04 \x03(\x02\x12\x14\n\x0ctext_lengths\x18\x05 \x03(\r\x12\x19\n\x0c\x63hosen_texts\x18\x06 \x03(\x0c\x42\x03\x80\x01\x01\x12\x16\n\ttop_texts\x18\x07 \x03(\x0c\x42\x03\x80\x01\x01\"U\n\x0ePromptLogprobs\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\'\n\x08logprobs\x18\x03 \x01(\x0b\x32\x15.penstock.v1.Logprobs\"o\n\tChoiceEnd\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12\x13\n\x04stop\x18\x02 \x01(\tB\x03\x80\x01\x01H\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x42\t\n\x07matched\"\xa5\x02\n\x08\x46inished\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.penstock.v1.Usage\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.penstock.v1.Timings\x12\x14\n\x0cmay_continue\x18\x05 \x01(\x08\x12)\n\x06reason\x18\x06 \x01(\x0e\x32\x19.penstock.v1.FinishReason\x12\x11\n\x04seed\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x08 \x01(\t\x12-\n\x0bspeculation\x18\t \x01(\x0b\x32\x18.penstock.v1.SpeculationB\x07\n\x05_seed\"v\n\x0bSpeculation\x12\x16\n\x0e\x64rafted_tokens\x18\x01 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x02 \x01(\r\x12\r\n\x05steps\x18\x03 \x01(\r\x12\x12\n\ndrafted_at\x18\x04 \x03(\r\x12\x13\n\x0b\x61\x63\x63\x65pted_at\x18\x05 \x03(\r\"f\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\x12\x18\n\x10reasoning_tokens\x18\x04 \x01(\r\"\x81\x01\n\x07Timings\x12\x11\n\tqueued_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x03 \x01(\x01\x12\x10\n\x08total_ms\x18\x04 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r\x12\x10\n\x08restarts\x18\x06 \x01(\r*\x88\x01\n\x0cOutputFormat\x12\x1d\n\x19OUTPUT_FORMAT_UNSPECIFIED\x10\x00\x12\x16\n\x12OUTPUT_FORMAT_TEXT\x10\x01\x12\x1b\n\x17OUTPUT_FORMAT_TOKEN_IDS\x10\x02\x12$\n OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS\x10\x03*\xcf\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x05\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x06\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,34 +51,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHOICE'].fields_by_name['token_ids']._serialized_options = b'\200\001\001'
   _globals['_CHOICE'].fields_by_name['reasoning']._loaded_options = None
   _globals['_CHOICE'].fields_by_name['reasoning']._serialized_options = b'\200\001\001'
+  _globals['_OUTPUTTOOLCALL'].fields_by_name['id']._loaded_options = None
+  _globals['_OUTPUTTOOLCALL'].fields_by_name['id']._serialized_options = b'\200\001\001'
+  _globals['_OUTPUTTOOLCALL'].fields_by_name['name']._loaded_options = None
+  _globals['_OUTPUTTOOLCALL'].fields_by_name['name']._serialized_options = b'\200\001\001'
+  _globals['_OUTPUTTOOLCALL'].fields_by_name['arguments_json']._loaded_options = None
+  _globals['_OUTPUTTOOLCALL'].fields_by_name['arguments_json']._serialized_options = b'\200\001\001'
   _globals['_LOGPROBS'].fields_by_name['top_token_ids']._loaded_options = None
   _globals['_LOGPROBS'].fields_by_name['top_token_ids']._serialized_options = b'\200\001\001'
+  _globals['_LOGPROBS'].fields_by_name['chosen_texts']._loaded_options = None
+  _globals['_LOGPROBS'].fields_by_name['chosen_texts']._serialized_options = b'\200\001\001'
+  _globals['_LOGPROBS'].fields_by_name['top_texts']._loaded_options = None
+  _globals['_LOGPROBS'].fields_by_name['top_texts']._serialized_options = b'\200\001\001'
   _globals['_CHOICEEND'].fields_by_name['stop']._loaded_options = None
   _globals['_CHOICEEND'].fields_by_name['stop']._serialized_options = b'\200\001\001'
-  _globals['_OUTPUTFORMAT']._serialized_start=1871
-  _globals['_OUTPUTFORMAT']._serialized_end=2007
-  _globals['_FINISHREASON']._serialized_start=2010
-  _globals['_FINISHREASON']._serialized_end=2217
-  _globals['_OUTPUTOPTIONS']._serialized_start=93
-  _globals['_OUTPUTOPTIONS']._serialized_end=320
-  _globals['_DELTA']._serialized_start=323
-  _globals['_DELTA']._serialized_end=552
-  _globals['_TOOLCALLDELTA']._serialized_start=555
-  _globals['_TOOLCALLDELTA']._serialized_end=694
-  _globals['_CHOICE']._serialized_start=697
-  _globals['_CHOICE']._serialized_end=908
-  _globals['_LOGPROBS']._serialized_start=910
-  _globals['_LOGPROBS']._serialized_end=1016
-  _globals['_PROMPTLOGPROBS']._serialized_start=1018
-  _globals['_PROMPTLOGPROBS']._serialized_end=1103
-  _globals['_CHOICEEND']._serialized_start=1105
-  _globals['_CHOICEEND']._serialized_end=1216
-  _globals['_FINISHED']._serialized_start=1219
-  _globals['_FINISHED']._serialized_end=1512
-  _globals['_SPECULATION']._serialized_start=1514
-  _globals['_SPECULATION']._serialized_end=1632
-  _globals['_USAGE']._serialized_start=1634
-  _globals['_USAGE']._serialized_end=1736
-  _globals['_TIMINGS']._serialized_start=1739
-  _globals['_TIMINGS']._serialized_end=1868
+  _globals['_OUTPUTFORMAT']._serialized_start=2059
+  _globals['_OUTPUTFORMAT']._serialized_end=2195
+  _globals['_FINISHREASON']._serialized_start=2198
+  _globals['_FINISHREASON']._serialized_end=2405
+  _globals['_OUTPUTOPTIONS']._serialized_start=67
+  _globals['_OUTPUTOPTIONS']._serialized_end=323
+  _globals['_DELTA']._serialized_start=326
+  _globals['_DELTA']._serialized_end=555
+  _globals['_TOOLCALLDELTA']._serialized_start=558
+  _globals['_TOOLCALLDELTA']._serialized_end=697
+  _globals['_CHOICE']._serialized_start=700
+  _globals['_CHOICE']._serialized_end=917
+  _globals['_OUTPUTTOOLCALL']._serialized_start=919
+  _globals['_OUTPUTTOOLCALL']._serialized_end=1044
+  _globals['_LOGPROBS']._serialized_start=1047
+  _globals['_LOGPROBS']._serialized_end=1204
+  _globals['_PROMPTLOGPROBS']._serialized_start=1206
+  _globals['_PROMPTLOGPROBS']._serialized_end=1291
+  _globals['_CHOICEEND']._serialized_start=1293
+  _globals['_CHOICEEND']._serialized_end=1404
+  _globals['_FINISHED']._serialized_start=1407
+  _globals['_FINISHED']._serialized_end=1700
+  _globals['_SPECULATION']._serialized_start=1702
+  _globals['_SPECULATION']._serialized_end=1820
+  _globals['_USAGE']._serialized_start=1822
+  _globals['_USAGE']._serialized_end=1924
+  _globals['_TIMINGS']._serialized_start=1927
+  _globals['_TIMINGS']._serialized_end=2056
 # @@protoc_insertion_point(module_scope)

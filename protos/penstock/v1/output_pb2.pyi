@@ -9,7 +9,6 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.rpc import status_pb2 as _status_pb2
-from penstock.v1 import prompt_pb2 as _prompt_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -101,6 +100,7 @@ class OutputOptions(_message.Message):
     INCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     PARSE_REASONING_FIELD_NUMBER: _builtins.int
     PARSE_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    INCLUDE_TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     format: Global___OutputFormat.ValueType
     """Text, token ids or both. Default: OUTPUT_FORMAT_TEXT."""
     logprobs: _builtins.int
@@ -123,6 +123,11 @@ class OutputOptions(_message.Message):
     turns out to be no call stays text. Needs a format with text and a `chat`; without tools, or with
     TOOL_CHOICE_MODE_NONE, all is text. INVALID_ARGUMENT if there are tools and the format is unknown. Default: false.
     """
+    include_token_texts: _builtins.bool
+    """Whether log-probabilities include the text of each token: that of TokenDescription.text. Texts count towards the
+    limit of Complete. (`logprobs` + 1) x (bytes of the model's longest token + 11) is at most 16,384, and so for
+    `prompt_logprobs`. Default: false.
+    """
     def __init__(
         self,
         *,
@@ -132,10 +137,11 @@ class OutputOptions(_message.Message):
         include_special_tokens: _builtins.bool = ...,
         parse_reasoning: _builtins.bool = ...,
         parse_tool_calls: _builtins.bool = ...,
+        include_token_texts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "format", b"format", "include_special_tokens", b"include_special_tokens", "logprobs", b"logprobs", "parse_reasoning", b"parse_reasoning", "parse_tool_calls", b"parse_tool_calls", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "format", b"format", "include_special_tokens", b"include_special_tokens", "include_token_texts", b"include_token_texts", "logprobs", b"logprobs", "parse_reasoning", b"parse_reasoning", "parse_tool_calls", b"parse_tool_calls", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -167,8 +173,9 @@ class Delta(_message.Message):
     choice: _builtins.int
     """The number of the choice: 0 to n-1."""
     text: _builtins.str
-    """Whole characters, never a possible beginning of a stop string, or of a marker of a parsed output, if text was
-    requested. Without the output's reasoning and calls if these are parsed.
+    """Whole characters, if text was requested. A possible beginning of a stop string, or of a marker of a parsed output,
+    is held back until it is known what it is, or until the choice ends. Without the output's reasoning and calls if
+    these are parsed.
     """
     reasoning: _builtins.str
     """The model's reasoning. Only if `output.parse_reasoning` is set."""
@@ -185,7 +192,9 @@ class Delta(_message.Message):
 
     @_builtins.property
     def end(self) -> Global___ChoiceEnd:
-        """How the choice ended. Only in its last delta."""
+        """How the choice ended. Only in its last delta. Each choice with output has one, with all that was held back, also if
+        the request is cancelled, reaches its deadline or fails, except with ERROR_REASON_INTERNAL.
+        """
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
@@ -289,10 +298,8 @@ class Choice(_message.Message):
         """Why this choice ended."""
 
     @_builtins.property
-    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[_prompt_pb2.ToolCall]:
-        """The tool calls. Only if `output.parse_tool_calls` is set. Arguments may be incomplete unless the reason of the end is
-        FINISH_REASON_TOOL_CALLS.
-        """
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputToolCall]:
+        """The tool calls. Only if `output.parse_tool_calls` is set."""
 
     def __init__(
         self,
@@ -303,7 +310,7 @@ class Choice(_message.Message):
         logprobs: Global___Logprobs | None = ...,
         end: Global___ChoiceEnd | None = ...,
         reasoning: _builtins.str = ...,
-        tool_calls: _abc.Iterable[_prompt_pb2.ToolCall] | None = ...,
+        tool_calls: _abc.Iterable[Global___OutputToolCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -312,6 +319,48 @@ class Choice(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Choice: _TypeAlias = Choice  # noqa: Y015
+
+@_typing.final
+class OutputToolCall(_message.Message):
+    """A tool call of an output, complete: all its ToolCallDeltas joined."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    TEXT_OFFSET_FIELD_NUMBER: _builtins.int
+    IS_INCOMPLETE_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """The id of the call, made by the service or the model."""
+    name: _builtins.str
+    """The name of the function."""
+    arguments_json: _builtins.str
+    """The arguments: the JSON text of an object, unless the call is incomplete. Not checked against the schema unless a
+    grammar enforces it.
+    """
+    text_offset: _builtins.int
+    """The number of characters of the choice's text that precede the call."""
+    is_incomplete: _builtins.bool
+    """Whether the arguments are incomplete: the output ended, or what followed is not valid JSON. False for all calls if
+    the reason of the end is FINISH_REASON_TOOL_CALLS.
+    """
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+        text_offset: _builtins.int = ...,
+        is_incomplete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "id", b"id", "is_incomplete", b"is_incomplete", "name", b"name", "text_offset", b"text_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutputToolCall: _TypeAlias = OutputToolCall  # noqa: Y015
 
 @_typing.final
 class Logprobs(_message.Message):
@@ -324,6 +373,8 @@ class Logprobs(_message.Message):
     TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
     TEXT_LENGTHS_FIELD_NUMBER: _builtins.int
+    CHOSEN_TEXTS_FIELD_NUMBER: _builtins.int
+    TOP_TEXTS_FIELD_NUMBER: _builtins.int
     num_top: _builtins.int
     """k: the number of alternatives of each token."""
     @_builtins.property
@@ -345,6 +396,14 @@ class Logprobs(_message.Message):
         reasoning, calls, markers and stop strings do not. Empty for prompts.
         """
 
+    @_builtins.property
+    def chosen_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The text of each token by itself, as TokenDescription.text. Only if `output.include_token_texts` is set."""
+
+    @_builtins.property
+    def top_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The texts of the alternatives. Only if `output.include_token_texts` is set."""
+
     def __init__(
         self,
         *,
@@ -353,10 +412,12 @@ class Logprobs(_message.Message):
         top_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         top: _abc.Iterable[_builtins.float] | None = ...,
         text_lengths: _abc.Iterable[_builtins.int] | None = ...,
+        chosen_texts: _abc.Iterable[_builtins.bytes] | None = ...,
+        top_texts: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "num_top", b"num_top", "text_lengths", b"text_lengths", "top", b"top", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "chosen_texts", b"chosen_texts", "num_top", b"num_top", "text_lengths", b"text_lengths", "top", b"top", "top_texts", b"top_texts", "top_token_ids", b"top_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

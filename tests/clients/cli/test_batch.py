@@ -54,6 +54,7 @@ def test_every_kind_of_line_is_answered(batch):
         {"id": "two", "prompt": "ab", "n": 2},
         "",
         {"id": "logs", "prompt": "ab", "logprobs": 0},
+        {"id": "texts", "prompt": "é", "logprobs": 0, "include_token_texts": True},
     )
     done = batch("--set", "seed=5", "--set", "timeout_ms=60000")
     assert done.returncode == 0, done.stderr
@@ -68,8 +69,10 @@ def test_every_kind_of_line_is_answered(batch):
     assert (records[2]["text"], records["chat"]["text"]) == ("hi", "hey")
     assert [choice["text"] for choice in records["two"]["choices"]] == ["ab", "ab"]
     assert records["logs"]["logprobs"]["chosen"] == [-0.5, -0.5]
+    assert "chosen_texts" not in records["logs"]["logprobs"]
+    assert records["texts"]["logprobs"]["chosen_texts"] == ["é"]
     assert {(start.sampling.seed, start.timeout_ms) for start in batch.service.starts} == {(5, 60_000)}
-    assert "5 lines done, 0 failed in all" in done.stderr
+    assert "6 lines done, 0 failed in all" in done.stderr
 
 
 def test_bad_lines_are_answered_with_line_and_field_and_nothing_is_lost(batch):

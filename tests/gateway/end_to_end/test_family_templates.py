@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import penstock.v1 as pb
 from penstock.service.requests.answer_formats import find_formats
+from penstock.service.requests.chat import ToolSchemas
 from penstock.service.requests.tool_choice import CallConstraints
 from penstock.service.text.tokenizer import Tokenizer
 
@@ -160,7 +161,7 @@ def test_a_forced_call_is_written_as_the_template_has_it(form, begins, load):
     function = pb.FunctionTool(name="weather", parameters_json=json.dumps(WEATHER))
     choice = pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED)
     start = pb.GenerationStart(chat=pb.Chat(tools=[pb.Tool(function=function)], tool_choice=choice))
-    grammar = calls.constraint(start).lark
+    grammar = calls.constraint(start, ToolSchemas(start.chat)).lark
     assert begins in grammar
     assert calls.includes_reasoning(start) == ("thought" in grammar) == (form == "harmony")
 

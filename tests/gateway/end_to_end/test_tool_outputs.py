@@ -180,7 +180,8 @@ def start_of(output, num_tokens):
 
 
 async def over_grpc(gateway, output, num_tokens):
-    """Content, reasoning, calls and reason over gRPC, which are the same whole and in deltas, as are the tokens."""
+    """Content, reasoning, calls and reason over gRPC, and which calls are incomplete. They are the same whole and in
+    deltas, as are the tokens."""
     start = start_of(output, num_tokens)
     start.output.logprobs = 0
     async with grpc.aio.insecure_channel(gateway.target) as channel:
@@ -196,6 +197,9 @@ async def over_grpc(gateway, output, num_tokens):
     (streamed,) = collect([*events, Finished.from_proto(finished)], 1).choices
     calls = [[call.name, call.arguments_json] for call in choice.tool_calls]
     assert [[call.name, call.arguments] for call in streamed.tool_calls] == calls
+    incomplete = [call.is_incomplete for call in choice.tool_calls]
+    assert [call.is_incomplete for call in streamed.tool_calls] == incomplete
+    assert [call.text_offset for call in streamed.tool_calls] == [call.text_offset for call in choice.tool_calls]
     assert (streamed.text, streamed.reasoning) == (choice.text, choice.reasoning)
     assert streamed.token_ids == list(choice.token_ids)
     assert streamed.logprobs is not None
@@ -203,7 +207,7 @@ async def over_grpc(gateway, output, num_tokens):
     assert len(choice.token_ids) == finished.usage.output_tokens
     assert sum(choice.logprobs.text_lengths) == len(choice.text)
     reason = pb.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()
-    return choice.text, choice.reasoning, calls, reason
+    return (choice.text, choice.reasoning, calls, reason), incomplete
 
 
 @pytest.fixture
@@ -228,7 +232,9 @@ async def ends_rightly(start_gateway, say):
             has_ended = num_tokens > len(output.bytes)
             reason = "length" if not has_ended else "tool_calls" if calls and is_whole else "stop"
             assert answer == (content, reasoning, [list(call) for call in calls], reason)
-            assert await over_grpc(gateway, output, num_tokens) == answer
+            found, incomplete = await over_grpc(gateway, output, num_tokens)
+            assert found == answer
+            assert any(incomplete) == (bool(calls) and not is_whole)
 
     return check
 

@@ -12,6 +12,7 @@ import penstock.v1 as pb
 from penstock.clients.gateway.requests.chat import build_chat
 from penstock.clients.gateway.schemas.chat import ChatRequest
 from penstock.service.requests.answer_formats import find_formats
+from penstock.service.requests.chat import ToolSchemas
 from penstock.service.requests.tool_choice import CallConstraints
 from penstock.service.text.tokenizer import Tokenizer
 
@@ -189,7 +190,7 @@ def grammar_of(load):
         if not calls.applies(start):
             return ""
         calls.check(start)
-        return calls.constraint(start).lark
+        return calls.constraint(start, ToolSchemas(start.chat)).lark
 
     return grammar_of
 

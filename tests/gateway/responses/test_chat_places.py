@@ -3,20 +3,19 @@
 import pytest
 
 from penstock.clients.gateway.responses.chat_places import ContentTokens
-from penstock.clients.gateway.responses.logprobs import TokenNames
-from penstock.v1 import TokenDescription
+from penstock.clients.output import Logprobs
 
 
 def placed(tokens, lengths, sizes=None, text_length=99):
     """The places of the content's tokens, each with the token's number, of a choice that comes in parts of ``sizes``
     tokens."""
-    names = TokenNames({at: TokenDescription(text=token) for at, token in enumerate(tokens)}, as_ids=False)
     content, found, begin = ContentTokens(), [], 0
     for size in sizes or [len(tokens)]:
         ids, some = range(begin, begin + size), lengths[begin : begin + size]
         at = sum(lengths[:begin])
         span = range(at, min(at + sum(some), text_length))
-        entries = content.place_entries(ids, some, [{"at": token_id} for token_id in ids], names, span)
+        logprobs = Logprobs(text_lengths=some, chosen_texts=tokens[begin : begin + size])
+        entries = content.place_entries(logprobs, [{"at": number} for number in ids], span)
         found.append([(place, entry["at"]) for place, entry in entries])
         begin += size
     return found

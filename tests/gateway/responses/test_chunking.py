@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.clients.events import Delta, Logprobs, PromptLogprobs
+from penstock.clients.events import Delta, PromptLogprobs
 from penstock.clients.gateway.responses import chunking as module
 from penstock.clients.gateway.responses.chunking import encoded, portions
 from penstock.clients.gateway.routes.completions import CompletionWriter
+from penstock.clients.output import Logprobs
 
 MOST = module._MAX_ENTRIES
 

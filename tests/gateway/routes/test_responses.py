@@ -13,7 +13,7 @@ import pytest
 from penstock.clients.events import Delta, merge
 from penstock.clients.gateway.responses.chat_stream import Part
 from penstock.clients.gateway.responses.response_events import ResponseEvents
-from penstock.clients.tool_calls import ToolCallPart
+from penstock.clients.output import ToolCallPart
 
 LOOK = {
     "type": "function",

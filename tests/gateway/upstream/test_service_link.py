@@ -192,7 +192,7 @@ async def test_ids_and_traces_are_passed_on(start_gateway, monkeypatch):
     assert [(start.traceparent, start.client_request_id) for start in seen] == [(trace, "mine"), ("", "")]
 
 
-async def test_token_names_are_requested_once(start_gateway, monkeypatch):
+async def test_only_tokens_without_log_probabilities_are_described_each_once(start_gateway, monkeypatch):
     from penstock.service.rpc.tokenizer import TokenizerService
 
     asked = []
@@ -205,5 +205,9 @@ async def test_token_names_are_requested_once(start_gateway, monkeypatch):
     monkeypatch.setattr(TokenizerService, "DescribeTokens", note)
     gateway = await start_gateway()
     for _ in range(2):
-        await gateway.post(COMPLETIONS, prompt="ab", max_tokens=3, logprobs=0)
-    assert asked == [ord("c"), ord("d"), ord("e")]
+        body = {"prompt": "ab", "max_tokens": 3, "logprobs": 2, "prompt_logprobs": 2, "echo": True}
+        [choice] = (await gateway.post(COMPLETIONS, **body)).json()["choices"]
+        assert choice["logprobs"]["tokens"] == ["a", "b", "c", "d", "e"]
+        messages = [{"role": "user", "content": "a"}]
+        await gateway.post("/v1/chat/completions", messages=messages, max_tokens=3, logprobs=True, top_logprobs=2)
+    assert asked == [ord("a")]  # the first token of an echoed prompt

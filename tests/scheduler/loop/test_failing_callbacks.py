@@ -83,6 +83,19 @@ def test_a_text_that_cannot_be_cut_ends_only_its_request(world_type, new_request
     world.drain()
 
 
+def test_a_text_that_cannot_be_released_is_missing_at_an_early_end(world, new_request, caplog):
+    received = world.add(new_request("broken", make_prompt(8), max_tokens=10, make_text=EndlessText))
+    for _ in range(4):
+        world.next_plan()
+        world.answer()
+    assert world.scheduler.abort("broken", EngineFinishReason.CANCELLED)
+    assert received.finished.reason is EngineFinishReason.CANCELLED
+    assert received.finished.usage.output_tokens
+    assert not received.token_ids
+    assert "broken: its tokens could not be turned into text" in caplog.text
+    world.check()
+
+
 @pytest.mark.parametrize("part", ["kv.pool.retain", "tenants.leave", "predictor.ended"])
 def test_any_failure_at_a_requests_end_still_reaches_its_caller(world, new_request, monkeypatch, part):
     received = world.add(new_request("one", make_prompt(8), max_tokens=3, retain_s=5.0))

@@ -144,11 +144,11 @@ class TestContext:
         assert first.finished.usage.output_tokens == len(first.choices[0].token_ids) > len(text_of(first))
         assert await self.left_behind(service, first.request_id) == 5 + len(text_of(first))
 
-    async def test_a_cancelled_one_keeps_what_was_sent(self, start_service, new_reading):
+    async def test_a_cancelled_one_keeps_all_its_tokens_since_all_are_sent(self, start_service, new_reading):
         service = await start_service(worker(seconds_per_step=0.002))
         whole = output("hello", ENDLESS)
         call = service.generation.Generate()
-        # Every letter may begin a stop string, so that a token is always held back.
+        # Every letter may begin a stop string, so that a token is always held back until the end.
         begun = start("hello", max_tokens=ENDLESS, stop=[letter + "!" for letter in "abcdefghijklmnopqrstuvwxyz"])
         await call.write(pb.GenerateRequest(start=begun))
         reading = await new_reading().read_until(call, lambda reading: len(reading.outcomes[1].text) > 20)
@@ -158,7 +158,7 @@ class TestContext:
         [finished] = outcome.finished
         assert finished.status.code == grpc.StatusCode.CANCELLED.value[0]
         assert finished.may_continue
-        assert finished.usage.output_tokens > len(outcome.token_ids)
+        assert finished.usage.output_tokens == len(outcome.token_ids) == len(outcome.text)
         assert await self.left_behind(service, finished.request_id) == 5 + len(outcome.token_ids)
         assert whole.startswith(outcome.text)
         rest = await complete(service, continue_from=finished.request_id, max_tokens=10)

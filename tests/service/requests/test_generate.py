@@ -9,8 +9,8 @@ from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Context
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.requests.contexts import ContextStore
-from penstock.service.requests.cost import MAX_LOGPROB_ENTRIES, MAX_TOKENS_IN_ALL
-from penstock.service.requests.generate import MAX_WHOLE_ANSWER, ResponseMode
+from penstock.service.requests.cost import MAX_LOGPROB_ENTRIES, MAX_TOKENS_IN_ALL, MAX_WHOLE_ANSWER
+from penstock.service.requests.generate import ResponseMode
 from penstock.service.text import tokenizer as tokenizer_module
 from penstock.service.text.detokenizer import IdsOnly
 from penstock.service.text.tokenizer import Tokenizer
@@ -172,6 +172,9 @@ async def test_cost_at_its_bound_is_allowed(convert, make_builder):
         (pb.OutputOptions(logprobs=20), 4, MAX_WHOLE_ANSWER // 88, "output.logprobs"),
         (pb.OutputOptions(logprobs=0), 1, MAX_WHOLE_ANSWER // 2, "output.logprobs"),
         (pb.OutputOptions(prompt_logprobs=15), 1, 1, "output.prompt_logprobs"),
+        # A text of at most 7 bytes takes 2 units.
+        (pb.OutputOptions(logprobs=20, include_token_texts=True), 4, MAX_WHOLE_ANSWER // 256, "output.logprobs"),
+        (pb.OutputOptions(prompt_logprobs=4, include_token_texts=True), 1, 32015, "output.prompt_logprobs"),
     ],
 )
 async def test_an_answer_in_one_message_may_have_fewer_logprobs(convert, make_builder, output, n, max_tokens, field):
@@ -197,6 +200,21 @@ async def test_logprobs_of_output_and_prompt_count_together(convert, make_builde
     error = await refusal(convert(request, make_builder(max_model_len=1 << 20), answer=ResponseMode.WHOLE))
     assert error.field == "output.logprobs"
     assert len(error.message) < 300
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+async def test_the_log_probabilities_of_a_token_fit_in_a_message(
+    convert, make_builder, byte_tokenizer, monkeypatch, name
+):
+    request = start("x", pb.OutputOptions(include_token_texts=True), max_tokens=1)
+    setattr(request.output, name, 20)
+    monkeypatch.setattr(byte_tokenizer.pieces, "longest_bytes", 16_384 // 21 - 11)
+    assert await convert(request, make_builder())
+    monkeypatch.setattr(byte_tokenizer.pieces, "longest_bytes", 16_384 // 21 - 10)
+    error = await refusal(convert(request, make_builder()))
+    assert (error.reason, error.field) == (Reason.TOO_EXPENSIVE, f"output.{name}")
+    request.output.include_token_texts = False
+    assert await convert(request, make_builder())
 
 
 TEXT, IDS, BOTH = pb.OUTPUT_FORMAT_TEXT, pb.OUTPUT_FORMAT_TOKEN_IDS, pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
@@ -225,13 +243,18 @@ async def test_a_default_fits_an_answer_in_one_message(convert, make_builder):
     assert (await refusal(convert(request, builder, answer=ResponseMode.WHOLE))).reason is Reason.TOO_EXPENSIVE
 
 
+@pytest.mark.parametrize("longest", [0, 5, 128])
 @pytest.mark.parametrize("num_top", [0, 1, 20])
-def test_the_largest_answer_is_one_that_clients_take(num_top):
-    """With large ids, and 8 bytes of text a token."""
-    num_tokens = MAX_WHOLE_ANSWER // (num_top + 2)
+def test_the_largest_answer_is_one_that_clients_take(num_top, longest):
+    """With large ids, 8 bytes of text a token, and with texts of tokens beside log-probabilities."""
+    per_entry = 1 + bool(longest) * -(-(longest + 3) // 8)
+    num_tokens = MAX_WHOLE_ANSWER // ((num_top + 1) * per_entry + 1)
     tops = num_tokens * num_top
     logprobs = pb.Logprobs(num_top=num_top, chosen=[-1.5] * num_tokens, top=[-2.5] * tops)
     logprobs.top_token_ids.extend([2_000_000] * tops)
+    if longest:
+        logprobs.chosen_texts.extend([b"x" * longest] * num_tokens)
+        logprobs.top_texts.extend([b"x" * longest] * tops)
     choice = pb.Choice(text="x" * 8 * num_tokens, token_ids=[2_000_000] * num_tokens, logprobs=logprobs)
     assert pb.CompleteResponse(choices=[choice]).ByteSize() < (4 << 20) - 1024
 

@@ -8,8 +8,9 @@ import pytest
 import penstock.v1 as pb
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.errors import ServiceError
+from penstock.service.requests import chat as chat_module
 from penstock.service.requests.answer_formats import AnswerFormats, OutputFormats
-from penstock.service.requests.chat import parse_chat
+from penstock.service.requests.chat import ToolSchemas, parse_chat
 from penstock.service.requests.tool_choice import CallConstraints
 from penstock.service.text.tokenizer import Tokenizer
 
@@ -40,7 +41,7 @@ def refused(start, formats=HERMES):
 
     def constraint():
         calls.check(start)
-        return calls.constraint(start)
+        return calls.constraint(start, ToolSchemas(start.chat))
 
     with pytest.raises(ServiceError) as error:
         constraint()
@@ -64,13 +65,15 @@ def test_what_cannot_be_forced_is_refused_by_name():
 
 def test_only_the_chosen_function_is_in_the_grammar():
     calls = CallConstraints(HERMES)
-    one = calls.constraint(start_of(tool("first"), tool("second"), function="second")).lark
+    start = start_of(tool("first"), tool("second"), function="second")
+    one = calls.constraint(start, ToolSchemas(start.chat)).lark
     assert ("first" in one, "second" in one) == (False, True)
-    many = calls.constraint(start_of(tool("a"), tool("b"), mode=REQUIRED)).lark
+    start = start_of(tool("a"), tool("b"), mode=REQUIRED)
+    many = calls.constraint(start, ToolSchemas(start.chat)).lark
     start = start_of(tool("a"), tool("b"), mode=REQUIRED)
     start.chat.parallel_tool_calls = False
     assert many.count("marked)*") == 1
-    assert "marked)*" not in calls.constraint(start).lark
+    assert "marked)*" not in calls.constraint(start, ToolSchemas(start.chat)).lark
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,7 @@ def test_strict_tools_are_constrained_where_that_is_possible(formats, fields, ap
     assert calls.applies(start) == applies
     assert not calls.applies(start_of(tool("a"), **fields))
     if applies:
-        assert '"only"' in calls.constraint(start).lark
+        assert '"only"' in calls.constraint(start, ToolSchemas(start.chat)).lark
 
 
 def test_tools_are_hidden_where_none_may_be_called():
@@ -147,6 +150,22 @@ async def test_over_a_socket(service):
     assert thought.end.reason == pb.FINISH_REASON_STOP
     hidden, _ = await complete(service, start_of(tool(), mode=NONE, output=BOTH))
     assert (hidden.text, len(hidden.tool_calls)) == (thought.text, 0)
+
+
+async def test_a_schema_is_parsed_once(service, monkeypatch):
+    """The template, the grammar of the forced call and the parser of the output use the same."""
+    parsed = []
+    parse = chat_module._parsed
+
+    def noting(text):
+        parsed.append(text)
+        return parse(text)
+
+    monkeypatch.setattr(chat_module, "_parsed", noting)
+    start = start_of(tool(), mode=REQUIRED, output=BOTH)
+    text = start.chat.tools[0].function.parameters_json
+    await service.generation.GenerateOne(pb.GenerateOneRequest(start=start)).read()
+    assert parsed.count(text) == 1
 
 
 async def test_every_choice_is_parsed_on_a_stream(service):

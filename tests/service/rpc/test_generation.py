@@ -231,6 +231,43 @@ class TestOutput:
         assert len(response.prompt_logprobs.logprobs.chosen) == 4
         assert response.finished.usage.output_tokens == 12
 
+    @pytest.mark.parametrize("format_", [pb.OUTPUT_FORMAT_TEXT, pb.OUTPUT_FORMAT_TOKEN_IDS])
+    async def test_logprobs_have_the_texts_that_describe_tokens_returns(self, start_service, new_reading, format_):
+        async def texts_of(token_ids):
+            described = await service.tokenizer.DescribeTokens(pb.DescribeTokensRequest(token_ids=token_ids))
+            return [token.text for token in described.tokens]
+
+        service = await start_service(FakeExecutor(vocab_size=258, next_token=lambda *_: 0xC3))
+        output = pb.OutputOptions(format=format_, logprobs=2, prompt_logprobs=1, include_token_texts=True)
+        frame = begin(1, text="abé", max_tokens=3, n=2, output=output)
+        whole = await service.generation.Complete(pb.CompleteRequest(start=frame.start))
+        reading = await new_reading().read(service.generation.Generate(iter([frame])))
+        deltas = [delta for message in reading.messages for delta in message.deltas]
+        of_prompt = [part for message in reading.messages for part in message.prompt_logprobs]
+        outputs = [each.logprobs for each in (*whole.choices, *deltas)]
+        assert sum(len(each.chosen_texts) for each in outputs) == 2 * 2 * 3
+        for logprobs in outputs:
+            assert list(logprobs.chosen_texts) == [b"\xc3"] * len(logprobs.chosen)
+            assert list(logprobs.top_texts) == await texts_of(logprobs.top_token_ids)
+        for parts in ([whole.prompt_logprobs], of_prompt):
+            assert [text for part in parts for text in part.logprobs.chosen_texts] == [b"b", b"\xc3", b"\xa9"]
+            for part in parts:
+                assert list(part.logprobs.top_texts) == await texts_of(part.logprobs.top_token_ids)
+        frame.start.output.include_token_texts = False
+        whole = await service.generation.Complete(pb.CompleteRequest(start=frame.start))
+        for logprobs in (whole.choices[0].logprobs, whole.prompt_logprobs.logprobs):
+            assert logprobs.chosen
+            assert not logprobs.chosen_texts
+            assert not logprobs.top_texts
+
+    async def test_ids_without_a_token_have_no_text(self, start_service):
+        service = await start_service(FakeExecutor(vocab_size=258, next_token=lambda *_: 255))
+        output = pb.OutputOptions(logprobs=20, include_token_texts=True)
+        response = await service.generation.Complete(pb.CompleteRequest(start=begin(max_tokens=1, output=output).start))
+        logprobs = response.choices[0].logprobs
+        assert max(logprobs.top_token_ids) > 257
+        assert [not text for text in logprobs.top_texts] == [each > 257 for each in logprobs.top_token_ids]
+
     async def test_long_prompt_logprobs_come_in_parts(self, start_service, new_reading):
         service = await start_service()
         frame = begin(1, text="x" * 3000, max_tokens=1, output=pb.OutputOptions(prompt_logprobs=20))

@@ -71,7 +71,7 @@ async def test_nothing_is_sent_of_what_is_not_wanted(make_outbox):
 
 async def test_no_message_is_above_64_kib_and_nothing_is_lost(make_outbox):
     outbox, writer, _ = make_outbox(run=False)
-    outbox.prompt_logprobs(1, PromptLogprobsChunk(1, logprobs(2048, 20)))
+    outbox.prompt_logprobs(1, PromptLogprobsChunk(1, range(2048), logprobs(2048, 20)), BOTH)
     for ref in range(2000):
         outbox.delta(ref, delta("täxt" * 25, range(100)), BOTH, False)
     outbox.close()
@@ -115,6 +115,27 @@ async def test_a_delta_above_64_kib_is_split_where_tokens_end(make_outbox):
     assert [part.text for part in parts] == [""] * (len(parts) - 1) + [held.text]
     assert [part.end.stop for part in parts] == [""] * (len(parts) - 1) + ["!" * 1024]
     assert [part.HasField("end") for part in parts] == [False] * (len(parts) - 1) + [True]
+
+
+async def test_texts_of_tokens_count(make_outbox):
+    def text_of(token_id):
+        return bytes([token_id % 256]) * (token_id % 700)
+
+    form, likely = BOTH._replace(token_text=text_of), logprobs(500, 20)
+    expected = [text_of(each) for each in range(500)], [text_of(each) for each in likely.top_token_ids]
+    held = SequenceDelta(0, list(range(500)), "x" * 500, likely, StopMatch(EngineFinishReason.LENGTH))
+    parts = [part.logprobs for part in await sent(make_outbox, held, form)]
+    outbox, writer, _ = make_outbox(run=False)
+    outbox.prompt_logprobs(1, PromptLogprobsChunk(1, range(500), likely), form)
+    outbox.close()
+    await outbox.run()
+    assert max(message.ByteSize() for message in writer.messages) <= MAX_MESSAGE_BYTES
+    of_prompt = [part.logprobs for message in writer.messages for part in message.prompt_logprobs]
+    for some in (parts, of_prompt):
+        assert [text for part in some for text in part.chosen_texts] == expected[0]
+        assert [text for part in some for text in part.top_texts] == expected[1]
+        assert all(len(part.chosen) == len(part.chosen_texts) for part in some)
+        assert [value for part in some for value in part.chosen] == likely.chosen
 
 
 @pytest.mark.parametrize("char", ["x", "ä", "\N{GRINNING FACE}"])

@@ -35,7 +35,7 @@ class Receiver:
     def accepted(self, accepted):
         raise AssertionError("no request is accepted here")
 
-    def prompt_logprobs(self, ref, part):
+    def prompt_logprobs(self, ref, part, form):
         raise AssertionError("nobody asked for them")
 
     def injected(self, injected):

@@ -2,7 +2,7 @@
 
 import penstock.v1 as pb
 from penstock.clients.events import Delta, Finished, FinishReason, collect, merge
-from penstock.clients.tool_calls import CalledTool, ToolCallPart
+from penstock.clients.output import CalledTool, Logprobs, ToolCallPart
 
 FINISHED = Finished.from_proto(
     pb.Finished(reason=pb.FINISH_REASON_TOOL_CALLS, usage=pb.Usage(output_tokens=9, reasoning_tokens=4))
@@ -25,7 +25,10 @@ def deltas():
 def test_parts_become_a_whole_answer():
     completion = collect([*deltas(), FINISHED], 1)
     assert (completion.text, completion.reasoning, completion.token_ids) == ("ok!", "Hm", [1, 2, 3, 7])
-    assert completion.tool_calls == [CalledTool("a", "look", '{"x": 1}'), CalledTool("b", "go", "{")]
+    assert completion.tool_calls == [
+        CalledTool("a", "look", '{"x": 1}', 2),
+        CalledTool("b", "go", "{", 3, is_incomplete=True),
+    ]
     assert completion.finish_reason is completion.finished.reason is FinishReason.TOOL_CALLS
     assert completion.usage.reasoning_tokens == 4
 
@@ -39,3 +42,28 @@ def test_merged_deltas_are_the_same_answer():
         ToolCallPart(1, "b", "go", "{", 3, is_incomplete=True),
     ]
     assert collect(merged, 1) == collect([*deltas(), FINISHED], 1)
+
+
+def test_log_probabilities_are_divided_with_the_texts_of_tokens():
+    whole = Logprobs(
+        [-1.0, -2.0, -3.0],
+        2,
+        [1, 2, 3, 4, 5, 6],
+        [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6],
+        [1, 0, 1],
+        [b"a", b"\xc3", b"\xa9"],
+        [b"a", b"b", b"c", b"d", b"e", b"f"],
+    )
+    assert Logprobs.from_proto(pb.Logprobs(chosen_texts=[b"\xc3"], top_texts=[b"\xa9"])) == Logprobs(
+        chosen_texts=[b"\xc3"], top_texts=[b"\xa9"]
+    )
+    first, rest = whole.part(0, 1), whole.part(1, 9)
+    assert (rest.top_token_ids, rest.top_texts) == ([3, 4, 5, 6], [b"c", b"d", b"e", b"f"])
+    joined = Logprobs()
+    joined.extend(first)
+    joined.extend(rest)
+    assert joined == whole
+    cut = whole.cut(1)
+    assert (cut.top_token_ids, cut.top, cut.top_texts) == ([1, 3, 5], [-0.1, -0.3, -0.5], [b"a", b"c", b"e"])
+    assert (cut.num_top, cut.chosen_texts, whole.cut(2)) == (1, whole.chosen_texts, whole)
+    assert not whole.cut(0).top_texts
