@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.responses.chat_stream import Part
-from penstock.clients.tool_calls import ToolCallPart
+from penstock.clients.output import ToolCallPart
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
