@@ -47,6 +47,14 @@ def _work(request: Request, found: Sequence[_Found], block_size: int) -> QueuedW
     )
 
 
+def _place(request: Request, number: int, superseded: RequestState | None) -> int:
+    """Returns the number in the request's rank: that of the request which it supersedes if this one has not begun and
+    was no less urgent, because a caller who changes a request must not go to the end of the queue."""
+    if superseded is None or superseded.started_at is not None or request.priority < superseded.request.priority:
+        return number
+    return superseded.place
+
+
 @dataclass(frozen=True, slots=True)
 class AdmissionDecision:
     """The rank, position and predictions with which a request enters the queue."""
@@ -73,12 +81,12 @@ class RequestIntake:
         self._planner = planner
         self._predictor = predictor
 
-    def rank(self, request: Request, number: int, choice: int, work: QueuedWork) -> Rank:
-        """Returns the rank of one sequence of the request with arrival number ``number``, which needs this much
-        ``work``."""
+    def rank(self, request: Request, place: int, choice: int, work: QueuedWork) -> Rank:
+        """Returns the rank of one sequence of the request that arrived, or took the place of the one that arrived, as
+        number ``place``, and needs this much ``work``."""
         policy = self._context.config.policy
         predicted_s = self._predictor.service_s(request, work) or 0.0 if policy is Policy.DEADLINE else 0.0
-        return rank_of(policy, request, predicted_s, number, choice)
+        return rank_of(policy, request, predicted_s, place, choice)
 
     def check_rates(self, tenant: str, kind: Rated) -> None:
         """Raises Refused, before any work is done, if a tenant has used up its rate or, for a request, its tokens."""
@@ -99,18 +107,20 @@ class RequestIntake:
             self._context.counters.refused += 1
             raise
 
-    def examine(self, request: Request, number: int, *, is_first: bool) -> AdmissionDecision:
-        """Returns how the request enters the queue as number ``number``; ``is_first``: there is no other request.
-        Raises Refused."""
+    def examine(
+        self, request: Request, number: int, *, is_first: bool, superseded: RequestState | None = None
+    ) -> AdmissionDecision:
+        """Returns how the request enters the queue as number ``number``, in place of ``superseded``, which still lives;
+        ``is_first``: there is no other request. Raises Refused."""
         found = [self._find(request, index) for index in range(request.num_prompts)]
         cached_work = _work(request, found, self._kv.block_size)
-        rank = self.rank(request, number, 0, cached_work)
+        rank = self.rank(request, _place(request, number, superseded), 0, cached_work)
         position = self._context.waiting.num_ahead(request.tenant, rank)
         work = self._work_left(request, found, rank) if request.reads_cache else cached_work
         would_make_room = self._planner.would_make_room(request.tenant, rank)
         prediction = self._predictor.predict(request, work, rank, would_make_room)
         # With no other request, trying again later cannot help, and nothing would be learned.
-        self._admit(request, cached_work, None if is_first or self._predictor.needs_test else prediction)
+        self._admit(request, cached_work, None if is_first or self._predictor.needs_test else prediction, superseded)
         num_cached = sum(prompt.num_cached + prompt.num_evicted for prompt in found) * self._kv.block_size
         return AdmissionDecision(rank, num_cached, work, position, prediction)
 
@@ -146,10 +156,16 @@ class RequestIntake:
             left.append(prompt._replace(num_coming=num_coming))
         return _work(request, left, self._kv.block_size)
 
-    def _admit(self, request: Request, cached_work: QueuedWork, prediction: Prediction | None) -> None:
+    def _admit(
+        self,
+        request: Request,
+        cached_work: QueuedWork,
+        prediction: Prediction | None,
+        superseded: RequestState | None,
+    ) -> None:
         try:
             self.grammar_budget.check(request)
-            self.admission.check(request, prediction, self._predictor.alone_s(request, cached_work))
+            self.admission.check(request, prediction, self._predictor.alone_s(request, cached_work), superseded)
         except Refused:
             self._context.counters.refused += 1
             raise
