@@ -103,7 +103,12 @@ class World:
             max_drafts=rng.choice((0, 0, 2, 5)),
             grammar=rng.choice(("", "", "g", " ", "   ")),
         )
-        self.add(request)
+        own = [name for name in self.alive() if self.received[name].request.tenant == request.tenant]
+        if rng.random() < 0.2:
+            request.supersedes = rng.choice([*own, "unknown"])
+        live = self.add(request)
+        if live is not None and request.supersedes in self.received:
+            assert self.received[request.supersedes].finished is not None
 
     def add_pooled(self, rng: random.Random, prompts: list[list[int]]) -> None:
         """A request whose prompts are embedded."""
