@@ -107,8 +107,8 @@ class Reason(Enum):
         "the request crashed the worker twice while it ran alone; do not send it again, and report it to the "
         "service's operator with the request id"
     )
-    SUPERSEDED = "another request of this stream replaced it"
     INTERNAL = "an internal error; report it to the service's operator with the request id"
+    SUPERSEDED = "another request of this stream replaced it"
 
     def __init__(self, message: str, retry_after_ms: int | None = None) -> None:
         options = pb.ErrorReason.DESCRIPTOR.values_by_name[f"ERROR_REASON_{self.name}"].GetOptions()
