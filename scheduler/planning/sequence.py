@@ -17,6 +17,7 @@ from enum import Enum, auto
 
 import msgspec
 
+from penstock.kv.retention import Lease
 from penstock.scheduler.plan import Decode, PromptLogprobsPart, SamplingParams
 from penstock.scheduler.planning.output_buffer import OutputBuffer
 from penstock.scheduler.planning.tenants import TenantUse
@@ -201,6 +202,8 @@ class SequenceState:
     """The number of wanted blocks that it must compute, because no sequence ahead of it does."""
     num_evicted: int = 0
     """The number of wanted blocks that must be copied back from the host tier."""
+    lease: Lease | None = None
+    """Keeps the blocks of its history that were retained when it began to wait."""
     num_shared: int = 0
     """The number of wanted blocks that another waiting sequence needed when this one began to wait."""
 
