@@ -157,7 +157,7 @@ class BlockPool:
     def retain_awaited(self, hashes: Sequence[bytes], owner: str, order: Any) -> Lease | None:
         """Retains the blocks that these hashes find, if the first of them is retained, for a sequence that waits. They
         are evicted after those of ``retain``, and those with the highest ``order`` first. The caller ends the lease."""
-        if not hashes or not self._is_retained(hashes[0]):
+        if not hashes or not self.is_retained(hashes[0]):
             return None
         lease = self._retention.add_awaited(self._uncached(hashes), owner, order)
         self._lapse(self._retention.pop_all_excess())
@@ -168,7 +168,7 @@ class BlockPool:
         for block in self._retention.end_awaited(lease):
             self._cached[block] = None
 
-    def _is_retained(self, block_hash: bytes) -> bool:
+    def is_retained(self, block_hash: bytes) -> bool:
         block = self._by_hash.get(block_hash)
         return block is not None and self._retention.covers(block)
 

@@ -18,6 +18,12 @@ from penstock.scheduler.timing.queue_time import Prediction
 from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, total_work
 
 
+MAX_PASSED = 64
+"""The maximum number of requests that arrived earlier and that a request passes because its prompt is at hand."""
+MIN_TO_COMPUTE = 4
+"""A prompt is at hand if at most this part of it, 1 in 4 tokens, must be computed."""
+
+
 class _Found(NamedTuple):
     """What is cached of a prompt, in blocks, except for ``num_tokens``."""
 
@@ -47,12 +53,17 @@ def _work(request: Request, found: Sequence[_Found], block_size: int) -> QueuedW
     )
 
 
-def _place(request: Request, number: int, superseded: RequestState | None) -> int:
-    """Returns the number in the request's rank: that of the request which it supersedes if this one has not begun and
-    was no less urgent, because a caller who changes a request must not go to the end of the queue."""
+def _place(request: Request, number: int, superseded: RequestState | None, *, is_at_hand: bool) -> int:
+    """Returns the request's place among those of the same rank by policy; even numbers are in order of arrival.
+
+    A request whose prompt ``is_at_hand`` goes before some that arrived earlier, but need more: otherwise what is
+    retained for it would take up room for as long as it waits. It takes the place of the request that it supersedes if
+    this one has not begun and was no less urgent: a caller who changes a request must not go to the end of the queue.
+    """
+    place = 2 * (number - MAX_PASSED) + 1 if is_at_hand else 2 * number
     if superseded is None or superseded.started_at is not None or request.priority < superseded.request.priority:
-        return number
-    return superseded.place
+        return place
+    return min(place, superseded.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +125,8 @@ class RequestIntake:
         ``is_first``: there is no other request. Raises Refused."""
         found = [self._find(request, index) for index in range(request.num_prompts)]
         cached_work = _work(request, found, self._kv.block_size)
-        rank = self.rank(request, _place(request, number, superseded), 0, cached_work)
+        place = _place(request, number, superseded, is_at_hand=self._is_at_hand(request, found[0]))
+        rank = self.rank(request, place, 0, cached_work)
         position = self._context.waiting.num_ahead(request.tenant, rank)
         work = self._work_left(request, found, rank) if request.reads_cache else cached_work
         would_make_room = self._planner.would_make_room(request.tenant, rank)
@@ -123,6 +135,13 @@ class RequestIntake:
         self._admit(request, cached_work, None if is_first or self._predictor.needs_test else prediction, superseded)
         num_cached = sum(prompt.num_cached + prompt.num_evicted for prompt in found) * self._kv.block_size
         return AdmissionDecision(rank, num_cached, work, position, prediction)
+
+    def _is_at_hand(self, request: Request, found: _Found) -> bool:
+        """Returns whether nearly all of the prompt is retained on the device."""
+        num_cached = found.num_cached * self._kv.block_size
+        if request.num_prompts > 1 or found.num_tokens - num_cached > found.num_tokens // MIN_TO_COMPUTE:
+            return False
+        return self._kv.pool.is_retained(request.block_hashes[found.num_cached - 1])
 
     def _find(self, request: Request, index: int) -> _Found:
         prompt = request.prompt(index)
