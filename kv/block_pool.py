@@ -4,9 +4,10 @@ numbers and hashes, never tokens or requests.
 Every block is in exactly one state. Blocks that are not held are given out in this order:
 
     blank       no hash       on a stack
-    lapsed      has a hash    was retained until its lease ended; the first to lapse goes first
+    lapsed      has a hash    was retained until its lease expired; the first to lapse goes first
     cached      has a hash    in the LRU
-    retained    has a hash    kept in preference to those above, by a lease of ``Retention``
+    retained    has a hash    kept in preference to those above; the nearest expiry goes first. Above half of all
+                              blocks, an owner's go before what is cached of others
     held        by rows, refcount >= 1; with a hash once its slots hold confirmed KV
 
 Lapsed, cached and retained blocks are found by their hashes until they are given out, and count as free.
@@ -15,7 +16,6 @@ Lapsed, cached and retained blocks are found by their hashes until they are give
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, KeysView, Sequence
 from itertools import chain
-from typing import Any
 
 from penstock.kv.retention import Lease, Retention
 
@@ -36,12 +36,16 @@ class BlockPool:
         """Empties the pool, because the blocks' content is gone: no block is held, and no hash finds one."""
         self._refcounts = [0] * self.num_blocks
         self._hashes: list[bytes | None] = [None] * self.num_blocks
+        self._owners = [""] * self.num_blocks
         self._by_hash: dict[bytes, int] = {}
         # Popped from the end, so that a new pool gives out 0, 1, 2, ...
         self._blanks = list(range(self.num_blocks - 1, -1, -1))
         self._lapsed: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._retention = Retention(self.num_blocks // 2, self.is_held)
+        self._retention = Retention(share=self.num_blocks // 2)
+        # Leases of retained blocks, and of held ones that will be retained when they are released.
+        self._leases: dict[int, Lease] = {}
+        self._num_leases = 0
 
     @property
     def num_free(self) -> int:
@@ -88,12 +92,18 @@ class BlockPool:
     def _evict(self) -> int:
         if self._lapsed:
             block, _ = self._lapsed.popitem(last=False)
-        elif self._cached:
+        elif self._cached and not self._gives_way():
             block, _ = self._cached.popitem(last=False)
         else:
             block = self._retention.pop()
+            del self._leases[block]
         self._on_evicted(self._drop_hash(block), block)
         return block
+
+    def _gives_way(self) -> bool:
+        """Returns whether the least recently used block stays, because another owner retains more than its share."""
+        dominant = self._retention.dominant
+        return dominant is not None and self._owners[next(iter(self._cached))] != dominant
 
     def _drop_hash(self, block: int) -> bytes:
         block_hash = self._hashes[block]
@@ -108,14 +118,16 @@ class BlockPool:
         refcounts = self._refcounts
         for block in block_ids:
             if not refcounts[block]:
-                if self._retention.covers(block):
-                    self._retention.hold(block)
-                else:
-                    self._leave_cache(block)
+                self._leave_cache(block)
             refcounts[block] += 1
 
     def _leave_cache(self, block: int) -> None:
-        del (self._cached if block in self._cached else self._lapsed)[block]
+        if block in self._cached:
+            del self._cached[block]
+        elif block in self._lapsed:
+            del self._lapsed[block]
+        else:
+            self._retention.remove(block, self._leases[block])
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Removes a holder from each of these blocks, which are a row's blocks in the order of its table. Those with a
@@ -125,72 +137,63 @@ class BlockPool:
             assert refcounts[block] > 0, f"block {block} is released more often than it was taken"
             refcounts[block] -= 1
             if not refcounts[block]:
+                lease = self._leases.get(block)
                 if self._hashes[block] is None:
                     self._blanks.append(block)
-                elif self._retention.covers(block):
-                    self._retention.drop_hold(block)
-                else:
+                elif lease is not None and lease.until > self._now:
+                    self._retention.put(block, lease)
+                else:  # even after a lease: it was in use until now, so it counts as recent
+                    self._leases.pop(block, None)
                     self._cached[block] = None
-        self._lapse(self._retention.pop_all_excess())
 
-    def publish(self, block: int, block_hash: bytes) -> bool:
-        """Lets ``block_hash`` find this held block from now on; returns whether the hash is new. If another block has
-        the hash already, that one keeps it: equal hashes mean equal content."""
+    def is_retained(self, block_hash: bytes) -> bool:
+        block = self._by_hash.get(block_hash)
+        lease = None if block is None else self._leases.get(block)
+        return lease is not None and lease.until > self._now
+
+    def publish(self, block: int, block_hash: bytes, owner: str = "") -> bool:
+        """Lets ``block_hash`` find this held block of ``owner`` from now on; returns whether the hash is new. If
+        another block has it already, that one keeps it: equal hashes mean equal content."""
         assert self._refcounts[block] > 0, f"block {block} is published, but is not held"
         if block_hash in self._by_hash or self._hashes[block] is not None:
             return False
         self._by_hash[block_hash] = block
         self._hashes[block] = block_hash
+        self._owners[block] = owner
         return True
 
     def retain(self, hashes: Sequence[bytes], until: float, owner: str) -> None:
         """Retains the blocks that these hashes of a sequence's beginning find: once they are not held, they are evicted
-        after all others until ``until``, by ``time.monotonic()``, or until all that retain a block have ended.
+        after all others until ``until``, by ``time.monotonic()``. If a block has a lease already, the later expiry
+        counts.
 
-        At most half of all blocks are retained for an ``owner``. Above that, blocks lapse.
+        Above half of all blocks, those of an ``owner`` go before what is cached of others.
         """
-        blocks = self._uncached(hashes)
-        if blocks:
-            self._retention.add_paused(blocks, until, owner)
-            self._lapse(self._retention.pop_all_excess())
-
-    def retain_awaited(self, hashes: Sequence[bytes], owner: str, order: Any) -> Lease | None:
-        """Retains the blocks that these hashes find, if the first of them is retained, for a sequence that waits. They
-        are evicted after those of ``retain``, and those with the highest ``order`` first. The caller ends the lease."""
-        if not hashes or not self.is_retained(hashes[0]):
-            return None
-        lease = self._retention.add_awaited(self._uncached(hashes), owner, order)
-        self._lapse(self._retention.pop_all_excess())
-        return lease
-
-    def end_awaited(self, lease: Lease) -> None:
-        """Ends a lease of ``retain_awaited``."""
-        for block in self._retention.end_awaited(lease):
-            self._cached[block] = None
-
-    def is_retained(self, block_hash: bytes) -> bool:
-        block = self._by_hash.get(block_hash)
-        return block is not None and self._retention.covers(block)
-
-    def _uncached(self, hashes: Sequence[bytes]) -> list[int]:
-        """Returns the blocks that these hashes of a sequence's beginning find, which leave the ordinary cache."""
-        blocks: list[int] = []
-        for block_hash in hashes:
+        lease = Lease(until, owner, self._num_leases)
+        self._num_leases += 1
+        leases = self._leases
+        for block_hash in reversed(hashes):
             block = self._by_hash.get(block_hash)
             if block is None:
-                break
-            if not self._refcounts[block] and not self._retention.covers(block):
+                continue
+            known = leases.get(block)
+            # On equal times the newer lease gets the block; otherwise a beginning might go before its branch.
+            if known is not None and known.until > until:
+                continue
+            if not self._refcounts[block]:
                 self._leave_cache(block)
-            blocks.append(block)
-        return blocks
+                self._retention.put(block, lease)
+            leases[block] = lease
 
     def give_up(self, hashes: Iterable[bytes], owner: str) -> None:
-        """Ends the leases of ``owner`` on the blocks that these hashes find, the last one of a sequence first; those
-        that are not held lapse."""
-        for block_hash in hashes:
-            block = self._by_hash.get(block_hash)
-            if block is not None:
-                self._lapse(self._retention.give_up(block, owner))
+        """Ends the leases of ``owner`` on the blocks that these hashes find; those that are not held lapse."""
+        found = [block for block_hash in hashes if (block := self._by_hash.get(block_hash)) is not None]
+        leased = [block for block in found if (lease := self._leases.get(block)) and lease.owner == owner]
+        for block in leased:
+            lease = self._leases.pop(block)
+            if not self._refcounts[block]:
+                self._retention.remove(block, lease)
+                self._lapsed[block] = None
 
     def expire(self, now: float) -> None:
         """Lets the blocks lapse that are retained until ``now`` or earlier. Must be called for every plan; costs
@@ -200,15 +203,18 @@ class BlockPool:
 
     def _lapse(self, blocks: Iterable[int]) -> None:
         for block in blocks:
+            del self._leases[block]
             self._lapsed[block] = None
 
     def flush(self) -> int:
         """Drops every cached block that is not held, retained ones included; returns their number."""
-        flushed = [*self._lapsed, *self._cached, *self._retention.clear()]
+        flushed = [*self._lapsed, *self._cached, *(block for block in self._leases if not self._refcounts[block])]
         for block in flushed:
             self._drop_hash(block)
+            self._leases.pop(block, None)
         self._lapsed.clear()
         self._cached.clear()
+        self._retention.clear()
         self._blanks += flushed
         return len(flushed)
 
@@ -228,15 +234,16 @@ class BlockPool:
         assert expected == self._refcounts, "reference counts differ from the tables"
         self._retention.check()
         blanks, unused = set(self._blanks), self._lapsed.keys() | self._cached.keys()
-        retained = {block for block in self._retention.covered if not self._refcounts[block]}
+        retained = {block for block, lease in self._leases.items() if block in lease.blocks}
         assert len(blanks) == len(self._blanks), "a blank block is listed twice"
+        assert len(retained) == self._retention.num_blocks, "a retained block has another lease, or none"
         for block, refcount in enumerate(self._refcounts):
             states = sum(block in state for state in (blanks, self._lapsed, self._cached, retained)) + (refcount > 0)
             assert states == 1, f"block {block} is in {states} states"
             block_hash = self._hashes[block]
             if block_hash is None:
                 assert block not in unused, f"cached block {block} has no hash"
-                assert not self._retention.covers(block), f"block {block} has a lease, but no hash"
+                assert block not in self._leases, f"block {block} has a lease, but no hash"
             else:
                 assert block not in blanks, f"blank block {block} has a hash"
                 assert self._by_hash.get(block_hash) == block, f"block {block} is not found by its hash"

@@ -17,7 +17,6 @@ from penstock.scheduler.request import Refused, Request
 from penstock.scheduler.timing.queue_time import Prediction
 from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, total_work
 
-
 MAX_PASSED = 64
 """The maximum number of requests that arrived earlier and that a request passes because its prompt is at hand."""
 MIN_TO_COMPUTE = 4
@@ -60,7 +59,7 @@ def _place(request: Request, number: int, superseded: RequestState | None, *, is
     retained for it would take up room for as long as it waits. It takes the place of the request that it supersedes if
     this one has not begun and was no less urgent: a caller who changes a request must not go to the end of the queue.
     """
-    place = 2 * (number - MAX_PASSED) + 1 if is_at_hand else 2 * number
+    place = 2 * (number - MAX_PASSED) - 1 if is_at_hand else 2 * number
     if superseded is None or superseded.started_at is not None or request.priority < superseded.request.priority:
         return place
     return min(place, superseded.place)

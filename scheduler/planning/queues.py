@@ -11,7 +11,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple, cast
 
-from penstock.kv.manager import KVCacheManager
+from penstock.kv.wanted import WantedBlocks
 from penstock.scheduler.planning.ordered_queue import OrderedQueue
 from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
 from penstock.scheduler.planning.tenants import TenantUse
@@ -42,16 +42,15 @@ class Queued(NamedTuple):
 class WaitingQueue:
     """Sequences without a row: new, forked and preempted ones."""
 
-    def __init__(self, policy: Policy, kv: KVCacheManager) -> None:
+    def __init__(self, policy: Policy, wanted: WantedBlocks, block_size: int) -> None:
         self.by_turns = False
         """Whether tenants take turns."""
         self.queued = Queued()
         """The queued requests and tokens of all tenants."""
         self.num_pooled = 0
         """Pooled sequences, which have a row only until their prompts are computed."""
-        self._pool = kv.pool
-        self._wanted = kv.wanted
-        self._block_size = kv.block_size
+        self._wanted = wanted
+        self._block_size = block_size
         self._num_sequences = 0
         self._own: dict[str, Queued] = {}
         """The queued requests and tokens of each tenant that has any. Counted as they enter and leave, because there
@@ -60,7 +59,7 @@ class WaitingQueue:
         """One for each tenant, or one for all; none is empty."""
         self._due: OrderedQueue | None = None
         """The sequences with a deadline, ordered by it; only under the policy ``deadline``."""
-        kv.wanted.on_charged = self._charge
+        wanted.on_charged = self._charge
         self.arrange(policy)
 
     def __len__(self) -> int:
@@ -118,9 +117,6 @@ class WaitingQueue:
             self._due.remove(sequence)
         self._count(sequence, -1)
         sequence.is_queued = False
-        if sequence.lease is not None:
-            self._pool.end_awaited(sequence.lease)
-            sequence.lease = None
         self._wanted.remove(sequence, sequence.hashes[: sequence.num_wanted])
         sequence.num_missing = sequence.num_evicted = 0
 
@@ -131,7 +127,6 @@ class WaitingQueue:
         if sequence.reads_cache:
             hashes = sequence.hashes[: (len(sequence.token_ids) - 1) // self._block_size]
             sequence.num_wanted = len(hashes)
-            sequence.lease = self._pool.retain_awaited(hashes, sequence.live.tenant.name, sequence.rank)
             sequence.num_shared = self._wanted.add_owner(
                 sequence, hashes, lambda other: cast(SequenceState, other).rank > sequence.rank
             )

@@ -17,7 +17,6 @@ from enum import Enum, auto
 
 import msgspec
 
-from penstock.kv.retention import Lease
 from penstock.scheduler.plan import Decode, PromptLogprobsPart, SamplingParams
 from penstock.scheduler.planning.output_buffer import OutputBuffer
 from penstock.scheduler.planning.tenants import TenantUse
@@ -69,7 +68,7 @@ class RequestState:
         self.number = number
         """The arrival number."""
         self.place = number
-        """The number in its rank: its own, or that of the request whose place in the queue it took."""
+        """Its place among those of the same rank by policy; see ``RequestIntake``."""
         self.tenant = tenant
         self.timeline = timeline
         self.held = False
@@ -202,8 +201,6 @@ class SequenceState:
     """The number of wanted blocks that it must compute, because no sequence ahead of it does."""
     num_evicted: int = 0
     """The number of wanted blocks that must be copied back from the host tier."""
-    lease: Lease | None = None
-    """Keeps the blocks of its history that were retained when it began to wait."""
     num_shared: int = 0
     """The number of wanted blocks that another waiting sequence needed when this one began to wait."""
 
