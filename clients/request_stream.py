@@ -69,10 +69,14 @@ class RequestStream:
         return collect(events, max(1, self._start.sampling.n))
 
     def supersede(self, older: "RequestStream") -> None:
-        """Lets this request, which has not begun, replace an older one of the same client. When it is accepted, the older
-        one ends: its events end with a ``Finished`` that is ``superseded``. If it is refused, the older one goes on.
-        Does nothing if the older one has not begun or has ended."""
+        """Lets this request, which has not begun, replace an older one of the same client. When it is accepted, the
+        older one ends: its events end with a ``Finished`` that is ``superseded``. If it is refused, the older one goes
+        on. Does nothing if the older one has not begun or has ended."""
         self._older = older
+
+    def live_ref(self, carrier: GenerateStream) -> int:
+        """Returns the request's ref on this stream; 0 if it is not live there."""
+        return self._ref if self._carrier is carrier and not self._ended else 0
 
     def cancel(self) -> None:
         """Requests an early end. Events continue until ``Finished``, which has the usage so far."""
@@ -119,9 +123,9 @@ class RequestStream:
     def _begin(self) -> None:
         if self._carrier is None and not self._ended:
             self._carrier = self._open_stream()
-            older, self._older = self._older, None
-            if older is not None and older._carrier is self._carrier and not older._ended:
-                self._start.supersedes = older._ref
+            if self._older is not None:
+                self._start.supersedes = self._older.live_ref(self._carrier)
+                self._older = None
             self._ref = self._carrier.carry(self._start, self._mailbox)
             if self._cancelled:
                 self._carrier.cancel(self._ref)

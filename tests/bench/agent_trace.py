@@ -198,10 +198,11 @@ class Fleet:
 
 
 def cache_sizes(trace: list[list[Run]], dtype: torch.dtype) -> tuple[int, int]:
-    """The bytes of a third of the working set, and the length that the longest context needs."""
+    """The bytes of a third of the working set, and the length of the longest context."""
     spec = check_checkpoint(resolve_model(DEMO)).spec
     longest = max(max(run.contexts) for runs in trace for run in runs) + 4 * round(4 * NEW_TOKENS)
-    return working_set(trace) // 3 * spec.kv_bytes_per_token(dtype.itemsize), longest // BLOCK * BLOCK
+    num_tokens = working_set(trace) // 3 // BLOCK * BLOCK
+    return num_tokens * spec.kv_bytes_per_token(dtype.itemsize), min(longest, num_tokens)
 
 
 async def measure(target: str, trace: list[list[Run]], seed: int, options: dict[str, Any]) -> tuple[Measured, int]:

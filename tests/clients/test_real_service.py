@@ -214,23 +214,6 @@ async def test_a_deadline_is_the_services(byte_tokenizer):
         await real.idle()
 
 
-async def test_a_request_that_supersedes_another(byte_tokenizer):
-    async with RealService(byte_tokenizer, seconds_per_step=0.005) as real, AsyncClient(real.target) as client:
-        old, new = client.generate("on and on"), client.generate("and on", max_tokens=3)
-        await old.take()
-        new.supersede(old)
-        assert (await new.completion()).text == letters(6, 3)
-        events = await old.take()
-        while not isinstance(events[-1], Finished):
-            events += await old.take()
-        assert (events[-1].reason, events[-1].superseded) == (FinishReason.CANCELLED, True)
-        for none in (old, client.generate("never sent")):
-            late = client.generate("late", max_tokens=2)
-            late.supersede(none)
-            assert (await late.completion()).text == letters(4, 2)
-        await real.idle()
-
-
 async def test_256_requests_on_one_stream(client, real):
     answers = await asyncio.gather(*(client.complete("x" * (i % 40 + 1), max_tokens=20) for i in range(256)))
     assert [answer.text for answer in answers] == [letters(i % 40 + 1, 20) for i in range(256)]

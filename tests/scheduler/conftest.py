@@ -104,11 +104,9 @@ class World:
             grammar=rng.choice(("", "", "g", " ", "   ")),
         )
         own = [name for name in self.alive() if self.received[name].request.tenant == request.tenant]
-        if rng.random() < 0.2:
-            request.supersedes = rng.choice([*own, "unknown"])
-        live = self.add(request)
-        if live is not None and request.supersedes in self.received:
-            assert self.received[request.supersedes].finished is not None
+        request.supersedes = rng.choice([*own, ""]) if rng.random() < 0.2 else ""
+        is_added = self.add(request) is not None
+        assert not is_added or request.supersedes not in self.alive()
 
     def add_pooled(self, rng: random.Random, prompts: list[list[int]]) -> None:
         """A request whose prompts are embedded."""

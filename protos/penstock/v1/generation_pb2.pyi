@@ -378,7 +378,7 @@ class GenerationStart(_message.Message):
     """The ref of a live request of the same stream that this one replaces, such as the one for a prompt that has changed
     since. When this request is accepted, the other ends with CANCELLED (`SUPERSEDED`) and with `superseded_by`. If this
     one is refused, the other goes on. If the other has not begun and its priority is not lower, this request takes its
-    place in the queue. What was computed of its prompt stays in the prefix cache. A request that the other was to
+    place in the queue. The computed part of its prompt stays in the prefix cache. A request that the other was to
     replace, but did not because it was never accepted, is replaced too. INVALID_ARGUMENT for the request's own ref and
     for a request of another tenant. A ref that is not live is ignored: the request may just have ended. Only for
     Generate. Default: 0, none.

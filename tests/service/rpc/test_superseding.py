@@ -101,8 +101,8 @@ class TestSuperseding:
     @pytest.mark.parametrize("method", ["GenerateOne", "Complete", "Prefetch"])
     async def test_only_on_a_stream(self, stream, method):
         request = getattr(pb, f"{method}Request")(start=begin(2, text="x", supersedes=1).start)
+        call = getattr(stream.service.generation, method)(request)
         with pytest.raises(grpc.aio.AioRpcError, match=r"start\.supersedes: only on a Generate stream"):
-            call = getattr(stream.service.generation, method)(request)
             await (call.read() if method == "GenerateOne" else call)
         assert ends(stream, 1) == {}
 
@@ -128,7 +128,7 @@ class TestOpenPrompts:
         await stream.send(begin(2, open=True, supersedes=1), begin(3, open=True, supersedes=2))
         await stream.send(begin(4, text="x", supersedes=3))
         assert (await stream.finished(4)).status.code == 0
-        assert ends(stream, 1, 2, 3) == {ref: ("SUPERSEDED", 4) for ref in (1, 2, 3)}
+        assert ends(stream, 1, 2, 3) == dict.fromkeys((1, 2, 3), ("SUPERSEDED", 4))
 
     async def test_one_of_a_row_that_is_refused_is_left_out(self, stream):
         await stream.send(begin(2, open=True, supersedes=1), begin(3, open=True, supersedes=2), commit(2))
