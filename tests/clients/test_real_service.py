@@ -287,9 +287,8 @@ def test_the_synchronous_client(real_on_a_thread):
             request.append("llo")
             request.commit()
             assert request.completion().text == letters(5, 5)
-        old, new = client.generate("hello"), client.generate("hello", max_tokens=5)
-        old.take()
-        new.supersede(old)
+        (old := client.generate("hello")).take()
+        (new := client.generate("hello", max_tokens=5)).supersede(old)
         assert (new.completion().text, old.completion().finished.superseded) == (letters(5, 5), True)
 
 

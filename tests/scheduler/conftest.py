@@ -105,8 +105,7 @@ class World:
         )
         own = [name for name in self.alive() if self.received[name].request.tenant == request.tenant]
         request.supersedes = rng.choice([*own, ""]) if rng.random() < 0.2 else ""
-        is_added = self.add(request) is not None
-        assert not is_added or request.supersedes not in self.alive()
+        assert self.add(request) is None or request.supersedes not in self.alive()
 
     def add_pooled(self, rng: random.Random, prompts: list[list[int]]) -> None:
         """A request whose prompts are embedded."""
