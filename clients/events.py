@@ -186,6 +186,8 @@ class Finished:
     """Whether ``continue_from`` may refer to this request."""
     speculation: Speculation | None = None
     """None if the request had no drafts."""
+    superseded: bool = False
+    """Whether another request replaced it; see ``RequestStream.supersede``."""
 
     @classmethod
     def from_proto(cls, message: pb.Finished) -> "Finished":
@@ -198,6 +200,7 @@ class Finished:
             seed=message.seed if message.HasField("seed") else None,
             may_continue=message.may_continue,
             speculation=Speculation.from_proto(message.speculation) if message.HasField("speculation") else None,
+            superseded=bool(message.superseded_by),
         )
 
 

@@ -28,6 +28,7 @@ class RequestStream:
         self._carrier: GenerateStream | None = None
         self._mailbox = Mailbox()
         self._ref = 0
+        self._older: RequestStream | None = None
         self._ended = False
         self._cancelled = False
         self._give_up_at: float | None = None
@@ -66,6 +67,16 @@ class RequestStream:
         if not events:
             raise PenstockError("the request has ended, and its events were taken already")
         return collect(events, max(1, self._start.sampling.n))
+
+    def supersede(self, older: "RequestStream") -> None:
+        """Lets this request, which has not begun, replace an older one of the same client. When it is accepted, the
+        older one ends: its events end with a ``Finished`` that is ``superseded``. If it is refused, the older one goes
+        on. Does nothing if the older one has not begun or has ended."""
+        self._older = older
+
+    def live_ref(self, carrier: GenerateStream) -> int:
+        """Returns the request's ref on this stream; 0 if it is not live there."""
+        return self._ref if self._carrier is carrier and not self._ended else 0
 
     def cancel(self) -> None:
         """Requests an early end. Events continue until ``Finished``, which has the usage so far."""
@@ -112,6 +123,9 @@ class RequestStream:
     def _begin(self) -> None:
         if self._carrier is None and not self._ended:
             self._carrier = self._open_stream()
+            if self._older is not None:
+                self._start.supersedes = self._older.live_ref(self._carrier)
+                self._older = None
             self._ref = self._carrier.carry(self._start, self._mailbox)
             if self._cancelled:
                 self._carrier.cancel(self._ref)
@@ -147,7 +161,8 @@ class RequestStream:
             raise failure from None
         except RequestFailed as failure:
             self._ended = True
-            if self._cancelled and failure.code is grpc.StatusCode.CANCELLED and failure.finished is not None:
+            is_cancelled = self._cancelled and failure.code is grpc.StatusCode.CANCELLED
+            if failure.finished is not None and (is_cancelled or failure.finished.superseded):
                 return [failure.finished]
             raise
         finally:

@@ -102,6 +102,10 @@ class SyncRequestStream:
         """Collects the remaining events into a ``Completion``."""
         return self._thread.run(self._request.completion())
 
+    def supersede(self, older: "SyncRequestStream") -> None:
+        """Lets this request replace an older one of the same client. See ``RequestStream.supersede``."""
+        self._thread.call(lambda: self._request.supersede(older._request))  # noqa: SLF001 - of the same class
+
     def cancel(self) -> None:
         """Requests an early end. Events continue until ``Finished``, which has the usage so far."""
         self._thread.call(self._request.cancel)

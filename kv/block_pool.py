@@ -6,7 +6,8 @@ Every block is in exactly one state. Blocks that are not held are given out in t
     blank       no hash       on a stack
     lapsed      has a hash    was retained until its lease expired; the first to lapse goes first
     cached      has a hash    in the LRU
-    retained    has a hash    kept in preference to those above; the nearest expiry goes first
+    retained    has a hash    kept in preference to those above; the nearest expiry goes first. Above half of all
+                              blocks, an owner's go before what is cached of others
     held        by rows, refcount >= 1; with a hash once its slots hold confirmed KV
 
 Lapsed, cached and retained blocks are found by their hashes until they are given out, and count as free.
@@ -35,12 +36,13 @@ class BlockPool:
         """Empties the pool, because the blocks' content is gone: no block is held, and no hash finds one."""
         self._refcounts = [0] * self.num_blocks
         self._hashes: list[bytes | None] = [None] * self.num_blocks
+        self._owners = [""] * self.num_blocks
         self._by_hash: dict[bytes, int] = {}
         # Popped from the end, so that a new pool gives out 0, 1, 2, ...
         self._blanks = list(range(self.num_blocks - 1, -1, -1))
         self._lapsed: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._retention = Retention(max_blocks_per_owner=self.num_blocks // 2)
+        self._retention = Retention(share=self.num_blocks // 2)
         # Leases of retained blocks, and of held ones that will be retained when they are released.
         self._leases: dict[int, Lease] = {}
         self._num_leases = 0
@@ -90,13 +92,18 @@ class BlockPool:
     def _evict(self) -> int:
         if self._lapsed:
             block, _ = self._lapsed.popitem(last=False)
-        elif self._cached:
+        elif self._cached and not self._gives_way():
             block, _ = self._cached.popitem(last=False)
         else:
             block = self._retention.pop()
             del self._leases[block]
         self._on_evicted(self._drop_hash(block), block)
         return block
+
+    def _gives_way(self) -> bool:
+        """Returns whether the least recently used block stays, because another owner retains more than its share."""
+        dominant = self._retention.dominant
+        return dominant is not None and self._owners[next(iter(self._cached))] != dominant
 
     def _drop_hash(self, block: int) -> bytes:
         block_hash = self._hashes[block]
@@ -138,16 +145,21 @@ class BlockPool:
                 else:  # even after a lease: it was in use until now, so it counts as recent
                     self._leases.pop(block, None)
                     self._cached[block] = None
-        self._lapse(self._retention.pop_excess())
 
-    def publish(self, block: int, block_hash: bytes) -> bool:
-        """Lets ``block_hash`` find this held block from now on; returns whether the hash is new. If another block has
-        the hash already, that one keeps it: equal hashes mean equal content."""
+    def is_retained(self, block_hash: bytes) -> bool:
+        block = self._by_hash.get(block_hash)
+        lease = None if block is None else self._leases.get(block)
+        return lease is not None and lease.until > self._now
+
+    def publish(self, block: int, block_hash: bytes, owner: str = "") -> bool:
+        """Lets ``block_hash`` find this held block of ``owner`` from now on; returns whether the hash is new. If
+        another block has it already, that one keeps it: equal hashes mean equal content."""
         assert self._refcounts[block] > 0, f"block {block} is published, but is not held"
         if block_hash in self._by_hash or self._hashes[block] is not None:
             return False
         self._by_hash[block_hash] = block
         self._hashes[block] = block_hash
+        self._owners[block] = owner
         return True
 
     def retain(self, hashes: Sequence[bytes], until: float, owner: str) -> None:
@@ -155,7 +167,7 @@ class BlockPool:
         after all others until ``until``, by ``time.monotonic()``. If a block has a lease already, the later expiry
         counts.
 
-        At most half of all blocks are retained for an ``owner``. Above that, the blocks with the nearest expiry lapse.
+        Above half of all blocks, those of an ``owner`` go before what is cached of others.
         """
         lease = Lease(until, owner, self._num_leases)
         self._num_leases += 1
@@ -172,7 +184,6 @@ class BlockPool:
                 self._leave_cache(block)
                 self._retention.put(block, lease)
             leases[block] = lease
-        self._lapse(self._retention.pop_excess())
 
     def give_up(self, hashes: Iterable[bytes], owner: str) -> None:
         """Ends the leases of ``owner`` on the blocks that these hashes find; those that are not held lapse."""

@@ -83,11 +83,11 @@ class KVCacheManager:
         return list(takewhile(self.host.__contains__, candidates))
 
     def allocate(
-        self, prefix: Sequence[int], num_tokens: int, reserve: int = 0, restored: Sequence[bytes] = ()
+        self, prefix: Sequence[int], num_tokens: int, reserve: int = 0, restored: Sequence[bytes] = (), owner: str = ""
     ) -> list[int] | None:
         """Returns a block table for ``num_tokens``: the cached ``prefix``, shared, then new blocks. The next plan
-        copies the ``restored`` blocks, which ``find_evicted`` found, to the first new blocks; these can be found from
-        now on.
+        copies the ``restored`` blocks of ``owner``, which ``find_evicted`` found, to the first new blocks; these can be
+        found from now on.
 
         Returns None, and changes nothing, if fewer than ``reserve`` blocks would stay free.
         """
@@ -102,7 +102,7 @@ class KVCacheManager:
         new = pool.take_blocks(num_new)
         for block_hash, slot, block in zip(restored, slots, new, strict=False):
             self._copies_in.append((slot, block))
-            pool.publish(block, block_hash)
+            pool.publish(block, block_hash, owner)
         self.wanted.refresh(restored)
         self.num_restored_tokens += len(restored) * self.block_size
         return [*prefix, *new]
@@ -149,16 +149,22 @@ class KVCacheManager:
         return whereabouts
 
     def publish(
-        self, block_ids: Sequence[int], hashes: Sequence[bytes], start: int, stop: int, token_ids: Sequence[int]
+        self,
+        block_ids: Sequence[int],
+        hashes: Sequence[bytes],
+        start: int,
+        stop: int,
+        token_ids: Sequence[int],
+        owner: str = "",
     ) -> None:
         """Lets blocks ``start`` to ``stop`` of a table be found: every later plan may read their KV.
 
-        ``hashes`` and ``token_ids`` are those of the whole sequence, like the table.
+        ``hashes`` and ``token_ids`` are those of the whole sequence of ``owner``, like the table.
         """
         size = self.block_size
         for index in range(start, min(stop, len(hashes))):
             block_hash = hashes[index]
-            if self.pool.publish(block_ids[index], block_hash) and block_hash not in self.host:
+            if self.pool.publish(block_ids[index], block_hash, owner) and block_hash not in self.host:
                 parent = hashes[index - 1] if index else b""
                 self.events.stored(block_hash, parent, token_ids[index * size : (index + 1) * size])
         self.wanted.refresh(hashes[start:stop])

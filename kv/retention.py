@@ -1,7 +1,7 @@
 """Tracks which free blocks are kept in preference to others, until when, and for which owner.
 
 It knows neither reference counts nor hashes. The block with the nearest expiry is given up first; within a lease, the
-block that was added first. Each owner's share is bounded.
+block that was added first. An owner that has more than its share goes before all others.
 """
 
 from bisect import insort
@@ -27,35 +27,41 @@ class Lease:
 class Retention:
     """The leases that keep blocks, and the number of blocks per owner."""
 
-    def __init__(self, max_blocks_per_owner: int) -> None:
-        self._max_blocks_per_owner = max_blocks_per_owner
+    def __init__(self, share: int) -> None:
+        """An owner of more than ``share`` blocks is dominant; that is half of all or more, so that only one can be."""
+        self._share = share
         # Leases with blocks, by expiry. There are few of them: one for each conversation that pauses.
         self._leases: list[Lease] = []
         self.num_blocks = 0
         self._num_by_owner: Counter[str] = Counter()
-        self._above_bound: set[str] = set()
+        self.dominant: str | None = None
+        """The owner with more than its share."""
 
     def put(self, block: int, lease: Lease) -> None:
         if not lease.blocks:
             insort(self._leases, lease, key=_EXPIRY)
         lease.blocks[block] = None
-        self.num_blocks += 1
-        self._num_by_owner[lease.owner] += 1
-        if self._num_by_owner[lease.owner] > self._max_blocks_per_owner:
-            self._above_bound.add(lease.owner)
+        self._count(lease.owner, 1)
 
     def remove(self, block: int, lease: Lease) -> None:
         del lease.blocks[block]
-        self.num_blocks -= 1
-        self._num_by_owner[lease.owner] -= 1
-        if not self._num_by_owner[lease.owner]:
-            del self._num_by_owner[lease.owner]
+        self._count(lease.owner, -1)
         if not lease.blocks:
             self._leases.remove(lease)
 
+    def _count(self, owner: str, sign: int) -> None:
+        self.num_blocks += sign
+        self._num_by_owner[owner] += sign
+        if self._num_by_owner[owner] > self._share:
+            self.dominant = owner
+        elif self.dominant == owner:
+            self.dominant = None
+        if not self._num_by_owner[owner]:
+            del self._num_by_owner[owner]
+
     def pop(self) -> int:
-        """Removes and returns the block with the nearest expiry."""
-        lease = self._leases[0]
+        """Removes and returns the block with the nearest expiry, of the dominant owner if there is one."""
+        lease = next(lease for lease in self._leases if self.dominant in (None, lease.owner))
         block = next(iter(lease.blocks))
         self.remove(block, lease)
         return block
@@ -64,32 +70,21 @@ class Retention:
         """Removes and returns the blocks whose leases have expired, in the order of ``pop``."""
         expired = []
         while self._leases and self._leases[0].until <= now:
-            expired.append(self.pop())
+            block = next(iter(self._leases[0].blocks))
+            self.remove(block, self._leases[0])
+            expired.append(block)
         return expired
-
-    def pop_excess(self) -> list[int]:
-        """Removes and returns the blocks above the owners' bounds: for each owner, those with the nearest expiry."""
-        excess = []
-        while self._above_bound:
-            owner = self._above_bound.pop()
-            num_excess = self._num_by_owner[owner] - self._max_blocks_per_owner
-            for lease in [lease for lease in self._leases if lease.owner == owner]:
-                for block in list(lease.blocks)[: max(0, num_excess)]:
-                    self.remove(block, lease)
-                    excess.append(block)
-                    num_excess -= 1
-        return excess
 
     def clear(self) -> None:
         for lease in self._leases:
             lease.blocks.clear()
         self._leases.clear()
         self._num_by_owner.clear()
-        self._above_bound.clear()
+        self.dominant = None
         self.num_blocks = 0
 
     def check(self) -> None:
-        """Asserts that the leases are consistent with each other, with the counts and with the bound."""
+        """Asserts that the leases are consistent with each other and with the counts."""
         assert all(lease.blocks for lease in self._leases), "a lease that keeps no block is listed"
         assert self._leases == sorted(self._leases, key=_EXPIRY), "leases are out of order"
         counts: Counter[str] = Counter()
@@ -97,5 +92,5 @@ class Retention:
             counts[lease.owner] += len(lease.blocks)
         assert counts == self._num_by_owner, "the owners' counts differ from their leases"
         assert counts.total() == self.num_blocks, "the count of retained blocks differs from the leases"
-        assert all(count <= self._max_blocks_per_owner for count in counts.values()), "an owner is above its bound"
-        assert not self._above_bound
+        above = [owner for owner, count in counts.items() if count > self._share]
+        assert above == ([] if self.dominant is None else [self.dominant]), "another owner is dominant"

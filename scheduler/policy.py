@@ -9,7 +9,7 @@ from enum import Enum
 from penstock.scheduler.request import Request
 
 Rank = tuple[float, int, int]
-"""A unique sort key: (the policy's value, arrival number, sequence)."""
+"""A unique sort key: (the policy's value, the place by arrival, sequence)."""
 
 PATIENCE_S = 60.0
 """Under ``deadline``, a request without a deadline is ranked as if it had one this long after its arrival."""
@@ -19,7 +19,7 @@ class Policy(Enum):
     """The values of ``--scheduling-policy``."""
 
     FCFS = "fcfs"
-    """First come, first served."""
+    """First come, first served; but a request whose prompt is retained goes before some that need more."""
     PRIORITY = "priority"
     """Lower ``priority`` first; among equals, first come, first served."""
     DEADLINE = "deadline"
@@ -28,13 +28,13 @@ class Policy(Enum):
     """The tenant that was served least for its weight first; within a tenant, first come, first served."""
 
 
-def rank_of(policy: Policy, request: Request, predicted_s: float, arrival_number: int, choice: int) -> Rank:
-    """Returns the rank of one sequence of a request with arrival number ``arrival_number``, which would take
-    ``predicted_s`` if it ran at once."""
+def rank_of(policy: Policy, request: Request, predicted_s: float, place: int, choice: int) -> Rank:
+    """Returns the rank of one sequence of a request, which would take ``predicted_s`` if it ran at once. Among equals,
+    the lower ``place`` goes first."""
     value = 0.0
     if policy is Policy.PRIORITY:
         value = request.priority
     elif policy is Policy.DEADLINE:
         # All slacks shrink equally with time, so the latest time to begin gives the same order, and stays constant.
         value = (request.arrival + PATIENCE_S if request.deadline is None else request.deadline) - predicted_s
-    return (value, arrival_number, choice)
+    return (value, place, choice)

@@ -15,6 +15,8 @@ class EngineFinishReason(Enum):
     STOP = auto()
     LENGTH = auto()
     CANCELLED = auto()
+    SUPERSEDED = auto()
+    """Another request of its caller replaced it."""
     DEADLINE = auto()
     WORKER_DIED = auto()
     SHUTDOWN = auto()
@@ -295,6 +297,8 @@ class Request:
     grammar_end_ids: frozenset[int] = frozenset()
     """Tokens that end an output that matches ``grammar``. Before ``min_tokens``, one comes only where the grammar
     allows nothing else, and ends the output there too."""
+    supersedes: str = ""
+    """The id of a live request of the same tenant that ends when this one enters the queue. Ignored if it has ended."""
     is_warm_up: bool = False
     """Only its KV matters, for a request that follows: it is not charged to its tenant's token rate."""
     measures_text: bool = False

@@ -108,6 +108,7 @@ class Reason(Enum):
         "service's operator with the request id"
     )
     INTERNAL = "an internal error; report it to the service's operator with the request id"
+    SUPERSEDED = "another request of this stream replaced it"
 
     def __init__(self, message: str, retry_after_ms: int | None = None) -> None:
         options = pb.ErrorReason.DESCRIPTOR.values_by_name[f"ERROR_REASON_{self.name}"].GetOptions()

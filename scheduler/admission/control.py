@@ -4,6 +4,7 @@ import math
 
 from penstock.scheduler.config import RETRY_AFTER_MS
 from penstock.scheduler.planning.context import PlanningContext
+from penstock.scheduler.planning.queues import Queued
 from penstock.scheduler.planning.rate_limit import Rated, TenantRateLimit
 from penstock.scheduler.planning.sequence import RequestState
 from penstock.scheduler.request import RefusalKind, Refused, Request
@@ -32,9 +33,15 @@ class AdmissionControl:
         cap = self._context.config.tenant(request.tenant).max_tokens
         return min(max_tokens, cap) if cap is not None and request.max_tokens_is_default else max_tokens
 
-    def check(self, request: Request, prediction: Prediction | None, alone_s: float | None) -> None:
+    def check(
+        self,
+        request: Request,
+        prediction: Prediction | None,
+        alone_s: float | None,
+        superseded: RequestState | None = None,
+    ) -> None:
         """Raises Refused if the request may not enter the queue. ``alone_s`` is the time that it takes when it runs
-        alone. Without a prediction, no request is refused as too late."""
+        alone. Without a prediction, no request is refused as too late. What ``superseded`` takes up is free for it."""
         max_model_len, now = self._context.facts.max_model_len, self._context.clock()
         if request.pooling is None:
             assert 0 < request.num_prompt_tokens < max_model_len, "the prompt's length is checked before admission"
@@ -46,10 +53,10 @@ class AdmissionControl:
         if request.deadline is not None and request.deadline <= now:
             raise Refused(RefusalKind.DEADLINE, "the deadline had passed when the request arrived")
         self.check_size(request)
-        self._check_tenant(request)
+        self._check_tenant(request, superseded)
         if not request.is_warm_up:
             check_rate(Rated.TOKEN, request.num_prompt_tokens, self._context.tenants.rate_limit(request.tenant), now)
-        self._check_queue(request)
+        self._check_queue(request, superseded)
         if request.deadline is not None and prediction is not None:
             _check_deadline(request.deadline - now, prediction, alone_s)
 
@@ -102,16 +109,18 @@ class AdmissionControl:
             )
         check_rate(Rated.TOKEN, num_tokens, self._context.tenants.rate_limit(request.tenant), self._context.clock())
 
-    def _check_queue(self, request: Request) -> None:
+    def _check_queue(self, request: Request, superseded: RequestState | None) -> None:
         config, waiting, num_tokens = self._context.config, self._context.waiting, request.num_prompt_tokens
-        if not self._is_within_share(request):
-            if waiting.queued.requests + 1 > config.max_queued_requests:
-                message = f"requests waiting already: {waiting.queued.requests}"
+        gone = _queued(superseded)
+        if not self._is_within_share(request, gone):
+            queued = waiting.queued.minus(gone)
+            if queued.requests + 1 > config.max_queued_requests:
+                message = f"requests waiting already: {queued.requests}"
                 raise Refused(RefusalKind.QUEUE_FULL, message, RETRY_AFTER_MS)
-            if waiting.queued.tokens + num_tokens > config.max_queued_tokens:
+            if queued.tokens + num_tokens > config.max_queued_tokens:
                 raise Refused(
                     RefusalKind.QUEUE_FULL,
-                    f"{waiting.queued.tokens} prompt tokens are waiting, and {num_tokens} more would exceed the limit",
+                    f"{queued.tokens} prompt tokens are waiting, and {num_tokens} more would exceed the limit",
                     None if num_tokens > config.max_queued_tokens else RETRY_AFTER_MS,
                 )
         num_pooled = waiting.num_pooled
@@ -120,25 +129,30 @@ class AdmissionControl:
                 RefusalKind.QUEUE_FULL, f"waiting prompts to embed or classify: {num_pooled:,}", RETRY_AFTER_MS
             )
 
-    def _is_within_share(self, request: Request) -> bool:
-        """Returns whether the tenant's share of the queue has room. Where tenants take turns, a tenant may fill its
-        share even if others have filled all of the queue."""
+    def _is_within_share(self, request: Request, gone: Queued) -> bool:
+        """Returns whether the tenant's share of the queue has room, without what is ``gone``. Where tenants take turns,
+        a tenant may fill its share even if others have filled all of the queue."""
         config, waiting = self._context.config, self._context.waiting
         if not waiting.by_turns:
             return False
         share = self._context.tenants.share_of(request.tenant)
-        requests, tokens = waiting.queued_of(request.tenant).plus(1, request.num_prompt_tokens)
+        requests, tokens = waiting.queued_of(request.tenant).minus(gone).plus(1, request.num_prompt_tokens)
         return requests <= share * config.max_queued_requests and tokens <= share * config.max_queued_tokens
 
-    def _check_tenant(self, request: Request) -> None:
+    def _check_tenant(self, request: Request, superseded: RequestState | None) -> None:
         most = self._context.config.tenant(request.tenant).max_live_requests
-        num_live = self._context.tenants.num_live(request.tenant)
+        num_live = self._context.tenants.num_live(request.tenant) - (superseded is not None)
         if most is not None and num_live >= most:
             raise Refused(
                 RefusalKind.TENANT_BUSY,
                 f"this tenant's requests at a time: {num_live:,}, at most {most:,}; try again when one has ended",
                 RETRY_AFTER_MS,
             )
+
+
+def _queued(live: RequestState | None) -> Queued:
+    """Returns what a request adds to the size of the queue."""
+    return Queued() if live is None or live.started_at is not None else Queued(1, live.request.num_prompt_tokens)
 
 
 _EXCEEDED = {

@@ -17,6 +17,11 @@ from penstock.scheduler.request import Refused, Request
 from penstock.scheduler.timing.queue_time import Prediction
 from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, total_work
 
+MAX_PASSED = 64
+"""The maximum number of requests that arrived earlier and that a request passes because its prompt is at hand."""
+MIN_TO_COMPUTE = 4
+"""A prompt is at hand if at most this part of it, 1 in 4 tokens, must be computed."""
+
 
 class _Found(NamedTuple):
     """What is cached of a prompt, in blocks, except for ``num_tokens``."""
@@ -47,6 +52,19 @@ def _work(request: Request, found: Sequence[_Found], block_size: int) -> QueuedW
     )
 
 
+def _place(request: Request, number: int, superseded: RequestState | None, *, is_at_hand: bool) -> int:
+    """Returns the request's place among those of the same rank by policy; even numbers are in order of arrival.
+
+    A request whose prompt ``is_at_hand`` goes before some that arrived earlier, but need more: otherwise what is
+    retained for it would take up room for as long as it waits. It takes the place of the request that it supersedes if
+    this one has not begun and was no less urgent: a caller who changes a request must not go to the end of the queue.
+    """
+    place = 2 * (number - MAX_PASSED) - 1 if is_at_hand else 2 * number
+    if superseded is None or superseded.started_at is not None or request.priority < superseded.request.priority:
+        return place
+    return min(place, superseded.place)
+
+
 @dataclass(frozen=True, slots=True)
 class AdmissionDecision:
     """The rank, position and predictions with which a request enters the queue."""
@@ -73,12 +91,12 @@ class RequestIntake:
         self._planner = planner
         self._predictor = predictor
 
-    def rank(self, request: Request, number: int, choice: int, work: QueuedWork) -> Rank:
-        """Returns the rank of one sequence of the request with arrival number ``number``, which needs this much
-        ``work``."""
+    def rank(self, request: Request, place: int, choice: int, work: QueuedWork) -> Rank:
+        """Returns the rank of one sequence of the request that arrived, or took the place of the one that arrived, as
+        number ``place``, and needs this much ``work``."""
         policy = self._context.config.policy
         predicted_s = self._predictor.service_s(request, work) or 0.0 if policy is Policy.DEADLINE else 0.0
-        return rank_of(policy, request, predicted_s, number, choice)
+        return rank_of(policy, request, predicted_s, place, choice)
 
     def check_rates(self, tenant: str, kind: Rated) -> None:
         """Raises Refused, before any work is done, if a tenant has used up its rate or, for a request, its tokens."""
@@ -99,20 +117,30 @@ class RequestIntake:
             self._context.counters.refused += 1
             raise
 
-    def examine(self, request: Request, number: int, *, is_first: bool) -> AdmissionDecision:
-        """Returns how the request enters the queue as number ``number``; ``is_first``: there is no other request.
-        Raises Refused."""
+    def examine(
+        self, request: Request, number: int, *, is_first: bool, superseded: RequestState | None = None
+    ) -> AdmissionDecision:
+        """Returns how the request enters the queue as number ``number``, in place of ``superseded``, which still lives;
+        ``is_first``: there is no other request. Raises Refused."""
         found = [self._find(request, index) for index in range(request.num_prompts)]
         cached_work = _work(request, found, self._kv.block_size)
-        rank = self.rank(request, number, 0, cached_work)
+        place = _place(request, number, superseded, is_at_hand=self._is_at_hand(request, found[0]))
+        rank = self.rank(request, place, 0, cached_work)
         position = self._context.waiting.num_ahead(request.tenant, rank)
         work = self._work_left(request, found, rank) if request.reads_cache else cached_work
         would_make_room = self._planner.would_make_room(request.tenant, rank)
         prediction = self._predictor.predict(request, work, rank, would_make_room)
         # With no other request, trying again later cannot help, and nothing would be learned.
-        self._admit(request, cached_work, None if is_first or self._predictor.needs_test else prediction)
+        self._admit(request, cached_work, None if is_first or self._predictor.needs_test else prediction, superseded)
         num_cached = sum(prompt.num_cached + prompt.num_evicted for prompt in found) * self._kv.block_size
         return AdmissionDecision(rank, num_cached, work, position, prediction)
+
+    def _is_at_hand(self, request: Request, found: _Found) -> bool:
+        """Returns whether nearly all of the prompt is retained on the device."""
+        num_cached = found.num_cached * self._kv.block_size
+        if request.num_prompts > 1 or found.num_tokens - num_cached > found.num_tokens // MIN_TO_COMPUTE:
+            return False
+        return self._kv.pool.is_retained(request.block_hashes[found.num_cached - 1])
 
     def _find(self, request: Request, index: int) -> _Found:
         prompt = request.prompt(index)
@@ -146,10 +174,16 @@ class RequestIntake:
             left.append(prompt._replace(num_coming=num_coming))
         return _work(request, left, self._kv.block_size)
 
-    def _admit(self, request: Request, cached_work: QueuedWork, prediction: Prediction | None) -> None:
+    def _admit(
+        self,
+        request: Request,
+        cached_work: QueuedWork,
+        prediction: Prediction | None,
+        superseded: RequestState | None,
+    ) -> None:
         try:
             self.grammar_budget.check(request)
-            self.admission.check(request, prediction, self._predictor.alone_s(request, cached_work))
+            self.admission.check(request, prediction, self._predictor.alone_s(request, cached_work), superseded)
         except Refused:
             self._context.counters.refused += 1
             raise

@@ -78,17 +78,23 @@ class Scheduler:
         self.tenants.charge(tenant, kind)
 
     def add_request(self, request: Request) -> None:
-        """Puts a request into the queue and notifies its sink. Raises Refused."""
+        """Puts a request into the queue and notifies its sink; ends the one that it supersedes. Raises Refused, without
+        ending it."""
         assert request.request_id not in self.requests, "request ids are unique among live requests"
-        entry = self._intake.examine(request, self._num_arrived, is_first=not self.requests)
+        superseded = self.requests.get(request.supersedes)
+        is_first = len(self.requests) == (superseded is not None)
+        entry = self._intake.examine(request, self._num_arrived, is_first=is_first, superseded=superseded)
         texts = [request.make_text() for _ in range(request.n)]  # may raise, so it comes before any change
         num_charged = 0 if request.is_warm_up else request.num_prompt_tokens
         tenant, timeline = self.tenants.enter(request.tenant, num_charged), Timeline(request, self._clock)
         live = RequestState(request, self._num_arrived, texts, tenant, timeline)
-        live.entered_at, live.work = self._clock(), entry.work
+        live.entered_at, live.work, live.place = self._clock(), entry.work, entry.rank[1]
         self._intake.grammar_budget.count(request, 1)
         self._num_arrived += 1
         self.requests[request.request_id] = live
+        if superseded is not None:  # it ends before its place is taken, and there is a live request all the time
+            assert superseded.request.tenant == request.tenant, "a request supersedes only one of its own tenant"
+            self._finish(superseded, EngineFinishReason.SUPERSEDED, "")
         for index in range(request.num_prompts):
             self._planner.enter(self._new_sequence(live, index, (*entry.rank[:2], index), pinned=[]))
         ttft_s = None
@@ -112,7 +118,7 @@ class Scheduler:
         live.timeline.updated(change)
         for sequence in list(live.sequences):
             if sequence.state is not SequenceStatus.ENDED:
-                self._planner.change_rank(sequence, self._intake.rank(request, live.number, sequence.index, live.work))
+                self._planner.change_rank(sequence, self._intake.rank(request, live.place, sequence.index, live.work))
                 if change.max_tokens is not None:
                     num_injected = sequence.num_injected + len(sequence.to_inject)
                     max_tokens = self._intake.admission.max_tokens(request, num_injected)
@@ -213,7 +219,7 @@ class Scheduler:
         first = live.sequences[0]
         shared = first.block_ids[: (first.num_prompt_tokens - 1) // self.kv.block_size]
         for index in range(1, live.request.n):
-            rank = self._intake.rank(live.request, live.number, index, live.work)
+            rank = self._intake.rank(live.request, live.place, index, live.work)
             self._planner.enter(self._new_sequence(live, index, rank, shared.copy()))
 
     def _finish(self, live: RequestState, reason: EngineFinishReason, message: str) -> None:
@@ -336,7 +342,7 @@ class Scheduler:
         self.tenants.reconfigure(config)
         self._ended_timelines.resize(config.explain_requests)
         for live in self.requests.values():
-            rank = self._intake.rank(live.request, live.number, 0, live.work)
+            rank = self._intake.rank(live.request, live.place, 0, live.work)
             for sequence in live.sequences:
                 sequence.rank = (rank[0], rank[1], sequence.index)
         self._planner.reconfigure()

@@ -184,13 +184,13 @@ class PrefillAdder:
         return None if awaited is not None else (prefix, restored)
 
     def _allocate(self, sequence: SequenceState, prefix: list[int], restored: Sequence[bytes]) -> list[int] | None:
-        num_tokens = len(sequence.token_ids)
+        num_tokens, owner = len(sequence.token_ids), sequence.live.request.tenant
         reserve = self._reserved_blocks if len(self._running) else 0
-        block_ids = self._kv.allocate(prefix, num_tokens, reserve, restored)
+        block_ids = self._kv.allocate(prefix, num_tokens, reserve, restored, owner)
         if len(self._running):
             return block_ids
         if block_ids is None and self._pinned.remove_all(but=sequence):
-            block_ids = self._kv.allocate(prefix, num_tokens, 0, restored)
+            block_ids = self._kv.allocate(prefix, num_tokens, 0, restored, owner)
         assert block_ids is not None, "a request that fits alone finds no room although nothing runs"
         return block_ids
 

@@ -35,6 +35,9 @@ class Queued(NamedTuple):
     def plus(self, requests: int, tokens: int) -> "Queued":
         return Queued(self.requests + requests, self.tokens + tokens)
 
+    def minus(self, other: "Queued") -> "Queued":
+        return self.plus(-other.requests, -other.tokens)
+
 
 class WaitingQueue:
     """Sequences without a row: new, forked and preempted ones."""

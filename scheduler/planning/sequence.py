@@ -35,7 +35,14 @@ from penstock.scheduler.request import (
 from penstock.scheduler.timeline import Timeline
 from penstock.scheduler.timing.queued_work import NO_WORK, QueuedWork
 
-_CONTINUABLE = frozenset({EngineFinishReason.STOP, EngineFinishReason.LENGTH, EngineFinishReason.CANCELLED})
+_CONTINUABLE = frozenset(
+    {
+        EngineFinishReason.STOP,
+        EngineFinishReason.LENGTH,
+        EngineFinishReason.CANCELLED,
+        EngineFinishReason.SUPERSEDED,
+    }
+)
 
 
 class SequenceStatus(Enum):
@@ -60,6 +67,8 @@ class RequestState:
         """The request, with all changes that its caller has made."""
         self.number = number
         """The arrival number."""
+        self.place = number
+        """Its place among those of the same rank by policy; see ``RequestIntake``."""
         self.tenant = tenant
         self.timeline = timeline
         self.held = False

@@ -157,6 +157,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "truncate_prompt_tokens": _TRUNCATION,
         "truncation_side": _SIDE,
         "open": _FLAG,
+        "supersedes": _UINT32,
         "idempotency_key": _CLIENT_ID,
         "retain_mode": Known(frozenset({0, 1})),
         "model": _MODEL,
@@ -192,11 +193,7 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "reasoning": Text(0, MAX_TEXT_BYTES),
     },
     "ContentPart": {"text": Text(0, MAX_TEXT_BYTES), "image": _MEDIA, "audio": _MEDIA},
-    "MediaContent": {
-        "mime_type": Text(1, 128, required=True),
-        "data": Data(MAX_TEXT_BYTES),
-        "uri": Text(1, 8 << 10),
-    },
+    "MediaContent": {"mime_type": Text(1, 128, required=True), "data": Data(MAX_TEXT_BYTES), "uri": Text(1, 8 << 10)},
     "ToolCall": {"id": Text(1, 256), "name": Text(1, 256, required=True), "arguments_json": Text(0, MAX_TEXT_BYTES)},
     "Tool": {"function": Nested(required=True)},
     "FunctionTool": {

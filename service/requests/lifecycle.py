@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import grpc
 from google.rpc import status_pb2
@@ -36,7 +36,6 @@ from penstock.service.errors import (
     ServiceError,
     ending_status,
     from_exception,
-    from_refusal,
     status_code,
     to_status,
 )
@@ -45,7 +44,15 @@ from penstock.service.requests.generate import Origin, PreparedRequest, RequestB
 from penstock.service.requests.idempotency import IdempotencyKeys
 from penstock.service.requests.injection import Injections, Refuse
 from penstock.service.requests.open_prompt import OpenPrompt, OpenPromptConfig
-from penstock.service.requests.preparation import preparation_limit, requested_change, unqueued_end
+from penstock.service.requests.preparation import (
+    Replaceable,
+    apply_change,
+    mark_superseded,
+    preparation_limit,
+    replace_later,
+    requested_change,
+    unqueued_end,
+)
 from penstock.service.streaming.messages import accepted_message, finished_message, injected_message
 from penstock.service.streaming.outbox import RequestReceiver
 from penstock.service.streaming.parsed_output import ParsingReceiver
@@ -98,13 +105,17 @@ class RequestLifecycle:
         """The request's status, after its end."""
         self.was_accepted = False
         """Whether it entered the queue."""
+        self.supersedes: Replaceable | None = None
+        """The request that this one replaces when it is accepted."""
+        self.superseded_by = 0
+        """The ref of the request that replaces this one."""
         self.preparation: asyncio.Task[None] | None = None
         """Done when the request is in the queue or has failed to get there."""
         self._request_context = request_context
         self._client_request_id = start.client_request_id
         self._continues = start.continue_from
         self._principal = principal
-        self._tenant = principal.tenant
+        self.tenant = principal.tenant
         self._receiver = receiver
         self._on_end = on_end
         self._answer = answer
@@ -136,23 +147,26 @@ class RequestLifecycle:
     def has_ended(self) -> bool:
         return self._done
 
-    def begin_request(self, start: pb.GenerationStart, after: "asyncio.Task[None] | None" = None) -> None:
-        """Checks the request and starts its preparation, unless its prompt is open. It enters the queue after the
-        request that ``after`` prepares, unless that takes long. Never raises. Keeps no reference to ``start``, whose
-        prompt may have 4 MiB."""
+    def begin_request(
+        self, start: pb.GenerationStart, after: asyncio.Task[None] | None = None, supersedes: Replaceable | None = None
+    ) -> None:
+        """Checks the request and starts its preparation, unless its prompt is open. It enters the queue in place of
+        ``supersedes``, after the request that ``after`` prepares, unless that takes long. Never raises. Keeps no
+        reference to ``start``, whose prompt may have 4 MiB."""
         try:
-            self._tenant = self._principal.tenant_for(start.tenant)
-            self._request_context.engine.charge(self._tenant, Rated.REQUEST)  # first: a refusal counts too
+            self.tenant = self._principal.tenant_for(start.tenant)
+            self._request_context.engine.charge(self.tenant, Rated.REQUEST)  # first: a refusal counts too
             self._request_context.request_builder.check(start)
             self._form = self._request_context.request_builder.output_form(start)
+            replace_later(self, supersedes)
             context = self._context()
             if self._idempotency_key:
-                self._request_context.idempotency_keys.begin(self._tenant, self._idempotency_key, self.request_id)
+                self._request_context.idempotency_keys.begin(self.tenant, self._idempotency_key, self.request_id)
             self._span = self._request_context.telemetry.request(
-                self.request_id, self._tenant, self._operation, start.traceparent
+                self.request_id, self.tenant, self._operation, start.traceparent
             )
             if start.open:
-                self._open = OpenPrompt(self._request_context.open_prompts, start, self._tenant, self._expire)
+                self._open = OpenPrompt(self._request_context.open_prompts, start, self.tenant, self._expire)
                 self._open.begin_warm_ups(self.request_id)
             else:
                 self._prepare(start, context, after)
@@ -187,7 +201,7 @@ class RequestLifecycle:
         except ServiceError as error:
             refuse(error)
             return
-        self._injections.add(append, self._tenant, refuse, self.preparation)
+        self._injections.add(append, self.tenant, refuse, self.preparation)
 
     def _expire(self) -> None:
         self._refuse(ServiceError(Reason.OPEN_PROMPT_EXPIRED))
@@ -200,7 +214,7 @@ class RequestLifecycle:
     def _prepare(
         self, start: pb.GenerationStart, context: StoredContext | None, after: "asyncio.Task[None] | None"
     ) -> None:
-        origin = Origin(self.request_id, self._tenant, self._arrival, self._deadline)
+        origin = Origin(self.request_id, self.tenant, self._arrival, self._deadline)
         self.preparation = asyncio.create_task(self._enter(start, context, origin, after))
 
     def cancel(self, reason: EngineFinishReason = EngineFinishReason.CANCELLED, message: str = "") -> None:
@@ -233,7 +247,7 @@ class RequestLifecycle:
 
     def _context(self) -> StoredContext | None:
         conversations = self._request_context.conversations
-        return conversations.existing(self._continues, self._tenant) if self._continues else None
+        return conversations.existing(self._continues, self.tenant) if self._continues else None
 
     async def _enter(
         self,
@@ -250,8 +264,13 @@ class RequestLifecycle:
             if after is not None and not after.done():
                 await asyncio.wait({after}, timeout=ORDER_WAIT_S)
             request.deadline = self._deadline
+            superseded = mark_superseded(self)
+            request.supersedes = superseded[-1].request_id if superseded else ""
             self._request = request
-            self._request_context.engine.submit(request)
+            self._request_context.engine.submit(request)  # ends the last one, the only one that may be queued
+            self.supersedes = None
+            for live in superseded:
+                live.cancel(EngineFinishReason.SUPERSEDED)
             self._catch_up()
         except (Exception, asyncio.CancelledError) as error:
             # ``cancel`` has already ended the request; any other cancellation must not leave it without an end.
@@ -285,15 +304,7 @@ class RequestLifecycle:
 
     def _change(self, change: Change, refuse: Refuse) -> None:
         assert self._request is not None
-        try:
-            if change.max_tokens is not None:
-                max_tokens = self._request_context.request_builder.cut_max_tokens(self._request, change.max_tokens)
-                change = replace(change, max_tokens=max_tokens)
-            self._request_context.engine.update(self.request_id, change)
-        except ServiceError as error:
-            refuse(error)
-        except Refused as error:
-            refuse(from_refusal(error))
+        apply_change(self._request_context.engine, self._request_context.request_builder, self._request, change, refuse)
 
     def _on_event(self, event: Event) -> None:
         """Receives the engine's events. Never raises, on which the engine relies."""
@@ -321,16 +332,9 @@ class RequestLifecycle:
         self.was_accepted = True
         if self._span.is_recording:
             self._span.timeline = self._request_context.engine.explain(self.request_id)
-        self._receiver.accepted(
-            accepted_message(
-                self.ref,
-                self.request_id,
-                self._client_request_id,
-                len(self._request.prompt_token_ids),
-                event,
-                time.monotonic() - self._arrival,
-            )
-        )
+        num_tokens, age_s = len(self._request.prompt_token_ids), time.monotonic() - self._arrival
+        ids = (self.ref, self.request_id, self._client_request_id)
+        self._receiver.accepted(accepted_message(*ids, num_tokens, event, age_s))
 
     def _refuse(self, error: BaseException) -> None:
         """Ends the request with the status of an exception."""
@@ -361,13 +365,14 @@ class RequestLifecycle:
         self.status = status or ending_status(finished.reason, finished.message, self.request_id)
         if self._idempotency_key:
             self._request_context.idempotency_keys.end(
-                self._tenant, self._idempotency_key, self.request_id, succeeded=not self.status.code
+                self.tenant, self._idempotency_key, self.request_id, succeeded=not self.status.code
             )
         seed = self._request.sampling.seed if self._request is not None and self.was_accepted else None
         try:
             # Stored before the client learns of the end: the next request may arrive at once.
             is_kept = finished.context is not None and self._keep(finished.context)
-            self._receiver.finished(finished_message(self.ref, self.request_id, finished, self.status, seed, is_kept))
+            refs = (self.ref, self.superseded_by)
+            self._receiver.finished(finished_message(*refs, self.request_id, finished, self.status, seed, is_kept))
         except Exception as error:
             _log.exception("request %s: its end could not be delivered", self.request_id)
             self._receiver.fail(error)
@@ -378,19 +383,14 @@ class RequestLifecycle:
 
     def _keep(self, context: Context) -> bool:
         assert self._request is not None
-        return self._request_context.conversations.keep(
-            self.request_id,
-            self._tenant,
-            context,
-            wanted=self._request.retain_s > 0,
-            continues=self._continues,
-        )
+        conversations, wanted = self._request_context.conversations, self._request.retain_s > 0
+        return conversations.keep(self.request_id, self.tenant, context, wanted=wanted, continues=self._continues)
 
     def _report(self, finished: RequestFinished) -> None:
         end = End(
             request_id=self.request_id,
             client_request_id=self._client_request_id,
-            tenant=self._tenant,
+            tenant=self.tenant,
             operation=self._operation,
             finished=finished,
             refusal=self._refusal,

@@ -291,4 +291,6 @@ def _required(request: pb.GenerateOneRequest | pb.CompleteRequest | pb.PrefetchR
         raise invalid("start", "is required")
     if request.start.open:
         raise invalid("start.open", "only on a Generate stream; omit it, or send all of the prompt here")
+    if request.start.supersedes:
+        raise invalid("start.supersedes", "only on a Generate stream, for a request of the same stream; omit it")
     return request.start

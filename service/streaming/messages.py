@@ -27,6 +27,7 @@ _REASONS: Mapping[EngineFinishReason, "pb.FinishReason.ValueType"] = {
     EngineFinishReason.STOP: pb.FINISH_REASON_STOP,
     EngineFinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     EngineFinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
+    EngineFinishReason.SUPERSEDED: pb.FINISH_REASON_CANCELLED,
     EngineFinishReason.DEADLINE: pb.FINISH_REASON_DEADLINE,
 }
 
@@ -90,13 +91,15 @@ def injected_message(ref: int, event: TokensInjected) -> pb.Injected:
 
 def finished_message(
     ref: int,
+    superseded_by: int,
     request_id: str,
     finished: RequestFinished,
     status: status_pb2.Status,
     seed: int | None,
     may_continue: bool,
 ) -> pb.Finished:
-    """Builds the message for a request's end. ``seed`` is None if the request was not admitted."""
+    """Builds the message for a request's end. ``seed`` is None if the request was not admitted. ``superseded_by`` is
+    the ref of the request that replaced it, if one did."""
     return pb.Finished(
         ref=ref,
         status=status,
@@ -107,6 +110,7 @@ def finished_message(
         seed=seed,
         request_id=request_id,
         speculation=None if finished.speculation is None else _speculation(finished.speculation),
+        superseded_by=superseded_by if finished.reason is EngineFinishReason.SUPERSEDED else 0,
     )
 
 

@@ -23,7 +23,7 @@ OTHER_TENANTS = "~other"
 """The common label of all other tenants; no tenant can have this name."""
 _OTHER_METHODS = "other"
 
-_SUCCESS = {"STOP": "stop", "LENGTH": "length", "CANCELLED": "abort", "DEADLINE": "abort"}
+_SUCCESS = {"STOP": "stop", "LENGTH": "length", "CANCELLED": "abort", "SUPERSEDED": "abort", "DEADLINE": "abort"}
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 """vLLM's words for why a request ended; ``error`` stands for every other reason."""
 

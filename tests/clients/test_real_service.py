@@ -287,6 +287,9 @@ def test_the_synchronous_client(real_on_a_thread):
             request.append("llo")
             request.commit()
             assert request.completion().text == letters(5, 5)
+        (old := client.generate("hello")).take()
+        (new := client.generate("hello", max_tokens=5)).supersede(old)
+        assert (new.completion().text, old.completion().finished.superseded) == (letters(5, 5), True)
 
 
 def test_the_tools(tool, real_on_a_thread, tmp_path):

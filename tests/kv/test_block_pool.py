@@ -10,11 +10,11 @@ def new_pool(num_blocks: int) -> BlockPool:
     return BlockPool(num_blocks, on_evicted=lambda block_hash, block: None)
 
 
-def published(pool: BlockPool, *hashes: bytes) -> list[int]:
+def published(pool: BlockPool, *hashes: bytes, owner: str = "") -> list[int]:
     """Held blocks that these hashes find."""
     blocks = pool.take_blocks(len(hashes))
     for block, block_hash in zip(blocks, hashes, strict=True):
-        assert pool.publish(block, block_hash)
+        assert pool.publish(block, block_hash, owner)
     return blocks
 
 
@@ -157,29 +157,41 @@ def test_a_branch_is_evicted_before_what_it_branched_from():
     assert evicted(pool)[-2:] == list(reversed(trunk))
 
 
-def test_an_owner_keeps_half_of_the_pool_at_most():
-    pool = new_pool(8)
-    other = published(pool, b"other")
+def test_an_owner_of_more_than_half_gives_way_to_the_cache_of_others():
+    pool = new_pool(9)
+    other, cached = published(pool, b"other"), published(pool, b"cached")
     pool.retain([b"other"], until=1.0, owner="other")
     pool.release(other)
     soon, late = published(pool, b"s0", b"s1", b"s2"), published(pool, b"l0", b"l1", b"l2")
     pool.retain([b"s0", b"s1", b"s2"], until=10.0, owner="greedy")
     pool.retain([b"l0", b"l1", b"l2"], until=20.0, owner="greedy")
-    pool.release(soon)
-    pool.release(late)
+    for blocks in (cached, soon, late):
+        pool.release(blocks)
     pool.check([])
-    assert pool.num_retained == 5
-    assert evicted(pool) == [7, *reversed(soon[1:]), *other, soon[0], *reversed(late)]
+    assert (pool.num_retained, pool.num_cached) == (7, 8)
+    # Two of six are above half; then ordinary cache goes first, and then the nearest expiry.
+    assert evicted(pool) == [8, *reversed(soon[1:]), *cached, *other, soon[0], *reversed(late)]
 
 
-def test_an_owners_bound_covers_blocks_that_were_unheld_when_retained():
+def test_the_own_cache_of_an_owner_of_more_than_half_goes_before_what_it_retains():
     pool = new_pool(8)
+    cached = published(pool, b"cached", owner="greedy")
+    pool.release(cached)
     blocks = published(pool, *[bytes([number]) for number in range(6)])
     pool.release(blocks)
     pool.retain([bytes([number]) for number in range(6)], until=10.0, owner="greedy")
     pool.check([])
-    assert pool.num_retained == 4
-    assert evicted(pool) == [6, 7, *reversed(blocks)]
+    assert evicted(pool) == [7, *cached, *reversed(blocks)]
+
+
+def test_a_block_is_retained_until_its_lease_ends():
+    pool = new_pool(4)
+    blocks = published(pool, b"a", b"b")
+    pool.retain([b"a"], until=10.0, owner="tenant")
+    pool.release(blocks)
+    assert [pool.is_retained(block_hash) for block_hash in (b"a", b"b", b"c")] == [True, False, False]
+    pool.expire(10.0)
+    assert not pool.is_retained(b"a")
 
 
 def test_a_flush_drops_only_blocks_that_are_not_held():

@@ -103,7 +103,9 @@ class World:
             max_drafts=rng.choice((0, 0, 2, 5)),
             grammar=rng.choice(("", "", "g", " ", "   ")),
         )
-        self.add(request)
+        own = [name for name in self.alive() if self.received[name].request.tenant == request.tenant]
+        request.supersedes = rng.choice([*own, ""]) if rng.random() < 0.2 else ""
+        assert self.add(request) is None or request.supersedes not in self.alive()
 
     def add_pooled(self, rng: random.Random, prompts: list[list[int]]) -> None:
         """A request whose prompts are embedded."""

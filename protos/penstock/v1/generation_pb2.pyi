@@ -312,6 +312,7 @@ class GenerationStart(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
+    SUPERSEDES_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The client's number for the request on a Generate stream: at least 1, unique among the live requests of its stream,
     and reusable after `finished`. Required for Generate. Ignored by GenerateOne and Complete, where 0 means none.
@@ -373,6 +374,15 @@ class GenerationStart(_message.Message):
     """
     truncation_side: _prompt_pb2.TruncationSide.ValueType
     """The end of the prompt that `truncate_prompt_tokens` cuts. Default: TRUNCATION_SIDE_LEFT (keeps the last tokens)."""
+    supersedes: _builtins.int
+    """The ref of a live request of the same stream that this one replaces, such as the one for a prompt that has changed
+    since. When this request is accepted, the other ends with CANCELLED (`SUPERSEDED`) and with `superseded_by`. If this
+    one is refused, the other goes on. If the other has not begun and its priority is not lower, this request takes its
+    place in the queue. The computed part of its prompt stays in the prefix cache. A request that the other was to
+    replace, but did not because it was never accepted, is replaced too. INVALID_ARGUMENT for the request's own ref and
+    for a request of another tenant. A ref that is not live is ignored: the request may just have ended. Only for
+    Generate. Default: 0, none.
+    """
     @_builtins.property
     def token_ids(self) -> _prompt_pb2.TokenIds:
         """Token ids, each below the vocabulary size. See TokenIds for their number."""
@@ -417,10 +427,11 @@ class GenerationStart(_message.Message):
         max_draft_tokens: _builtins.int | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
         truncation_side: _prompt_pb2.TruncationSide.ValueType = ...,
+        supersedes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "constraint", b"constraint", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "client_request_id", b"client_request_id", "constraint", b"constraint", "continue_from", b"continue_from", "idempotency_key", b"idempotency_key", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "open", b"open", "output", b"output", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "retain_mode", b"retain_mode", "retain_ms", b"retain_ms", "sampling", b"sampling", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "client_request_id", b"client_request_id", "constraint", b"constraint", "continue_from", b"continue_from", "idempotency_key", b"idempotency_key", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "open", b"open", "output", b"output", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "retain_mode", b"retain_mode", "retain_ms", b"retain_ms", "sampling", b"sampling", "supersedes", b"supersedes", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015

@@ -157,6 +157,8 @@ class _RequestEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestEnd
     """Its constraint took too long to follow."""
     REQUEST_END_INTERNAL: _RequestEnd.ValueType  # 11
     """An internal error."""
+    REQUEST_END_SUPERSEDED: _RequestEnd.ValueType  # 12
+    """Another request of its caller replaced it."""
 
 class RequestEnd(_RequestEnd, metaclass=_RequestEndEnumTypeWrapper):
     """How a request ended."""
@@ -187,6 +189,8 @@ REQUEST_END_SLOW_CONSTRAINT: RequestEnd.ValueType  # 10
 """Its constraint took too long to follow."""
 REQUEST_END_INTERNAL: RequestEnd.ValueType  # 11
 """An internal error."""
+REQUEST_END_SUPERSEDED: RequestEnd.ValueType  # 12
+"""Another request of its caller replaced it."""
 Global___RequestEnd: _TypeAlias = RequestEnd  # noqa: Y015
 
 class _TimelineKind:

@@ -63,7 +63,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
     """As FINISH_REASON_STOP, after parsed tool calls, all of which are complete."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 4
-    """The client cancelled the request, or its stream ended."""
+    """The client cancelled the request, or replaced it by another, or its stream ended."""
     FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 5
     """The deadline passed."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 6
@@ -81,7 +81,7 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
 """As FINISH_REASON_STOP, after parsed tool calls, all of which are complete."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 4
-"""The client cancelled the request, or its stream ended."""
+"""The client cancelled the request, or replaced it by another, or its stream ended."""
 FINISH_REASON_DEADLINE: FinishReason.ValueType  # 5
 """The deadline passed."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 6
@@ -506,6 +506,7 @@ class Finished(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    SUPERSEDED_BY_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The ref of the request."""
     may_continue: _builtins.bool
@@ -516,6 +517,8 @@ class Finished(_message.Message):
     """The seed of the sampling. Absent if the request was refused."""
     request_id: _builtins.str
     """The server's id of the request."""
+    superseded_by: _builtins.int
+    """The ref of the request that replaced this one; see GenerationStart.supersedes. 0: none did."""
     @_builtins.property
     def status(self) -> _status_pb2.Status:
         """OK, or why it failed. Details are google.rpc.ErrorInfo, RequestInfo, BadRequest and RetryInfo. At most 1 KiB."""
@@ -544,10 +547,11 @@ class Finished(_message.Message):
         seed: _builtins.int | None = ...,
         request_id: _builtins.str = ...,
         speculation: Global___Speculation | None = ...,
+        superseded_by: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed", "speculation", b"speculation", "status", b"status", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "may_continue", b"may_continue", "reason", b"reason", "ref", b"ref", "request_id", b"request_id", "seed", b"seed", "speculation", b"speculation", "status", b"status", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "may_continue", b"may_continue", "reason", b"reason", "ref", b"ref", "request_id", b"request_id", "seed", b"seed", "speculation", b"speculation", "status", b"status", "superseded_by", b"superseded_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015

@@ -5,6 +5,7 @@ from collections import deque
 import pytest
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
+from penstock.scheduler.admission.intake import MAX_PASSED
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import SamplingParams, StepPlan
@@ -180,13 +181,39 @@ def test_nobody_who_runs_is_preempted_while_there_are_retained_blocks(engine):
     engine.finish(*running)
 
 
-def test_one_tenant_cannot_keep_more_than_half_of_the_pool(engine):
+def test_one_tenant_keeps_no_more_than_half_of_the_pool_from_others(engine):
     for number in range(6):
         engine.run(f"{number}", prompt_of(f"greedy {number}", 130), max_tokens=1, tenant="greedy", retain_s=60.0)
-    assert engine.scheduler.kv.pool.num_retained == NUM_BLOCKS // 2
+    assert engine.scheduler.kv.pool.num_retained == 6 * 8  # as long as there is no other tenant
+    engine.run("own", prompt_of("own", 20 * BLOCK_SIZE), max_tokens=1, tenant="greedy")
+    assert engine.scheduler.kv.pool.num_retained > NUM_BLOCKS // 2
     other = engine.run("other", prompt_of("other", 130), max_tokens=1, tenant="other", retain_s=5.0)[2].token_ids
-    engine.run("large", prompt_of("large", 20 * BLOCK_SIZE), max_tokens=1)
+    plain = prompt_of("plain", 10 * BLOCK_SIZE)
+    engine.run("plain", plain, max_tokens=1, tenant="other")
+    engine.run("large", prompt_of("large", 8 * BLOCK_SIZE), max_tokens=1)
     assert all(engine.is_cached(other, "other"))
+    assert all(engine.is_cached(plain, "other"))
+
+
+def test_a_request_whose_prompt_is_retained_goes_before_those_that_need_more(engine):
+    context = engine.run("first", prompt_of("first", 300), max_tokens=10, retain_s=60.0)[2].token_ids
+    plain = engine.run("plain", prompt_of("plain", 300), max_tokens=10)[2].token_ids
+    others = [engine.add(f"other {number}", prompt_of(f"other {number}", 200), max_tokens=1) for number in range(3)]
+    new = engine.add("new", context + prompt_of("new", 20), max_tokens=1)
+    not_retained = engine.add("not retained", plain + prompt_of("new", 20), max_tokens=1)
+    much_new = engine.add("much new", context + prompt_of("much new", 110), max_tokens=1)
+    positions = [received.accepted.queue_position for received in (*others, new, not_retained, much_new)]
+    assert positions == [0, 1, 2, 0, 4, 5]
+    engine.finish(*others, new, not_retained, much_new)
+
+
+def test_a_request_is_passed_only_by_some_of_those_that_arrive_later(engine):
+    context = engine.run("first", prompt_of("first", 300), max_tokens=10, retain_s=60.0)[2].token_ids
+    waiting = engine.add("waiting", prompt_of("waiting", 200), max_tokens=1)
+    later = [engine.add(f"{number}", [*context, number], max_tokens=1) for number in range(MAX_PASSED + 2)]
+    ahead = [received.accepted.queue_position <= number for number, received in enumerate(later)]
+    assert ahead == [True] * MAX_PASSED + [False] * 2
+    engine.finish(waiting, *later)
 
 
 def test_a_cancelled_request_keeps_what_it_had_computed(engine):

@@ -224,11 +224,13 @@ def random_bytes(rng: random.Random, descriptor: Descriptor, wildness: float) ->
 
 
 def good_starts(rng: random.Random) -> list[bytes]:
-    """Requests that later frames can change and append to, some with open prompts. Other refs stay unknown."""
+    """Requests that later frames can change and append to, some with open prompts, some in place of another one. Other
+    refs stay unknown."""
     sampling = pb.SamplingParams(max_tokens=100, ignore_eos=True)
     frames = []
     for ref in (1, 2, 3, 4):
-        start = pb.GenerationStart(ref=ref, text="hi", sampling=sampling, open=rng.random() < 0.5)
+        older = rng.choice((0, 0, 1, 2, 3))
+        start = pb.GenerationStart(ref=ref, text="hi", sampling=sampling, open=rng.random() < 0.5, supersedes=older)
         frames += [pb.GenerateRequest(start=start), pb.GenerateRequest(append=pb.GenerationAppend(ref=ref, text="!"))]
     return [frame.SerializeToString() for frame in frames]
 

@@ -1,9 +1,9 @@
-"""Prompts in pieces, injection and idempotency keys, by the Python client."""
+"""Prompts in pieces, injection, superseding and idempotency keys, by the Python client."""
 
 import pytest
 from letters import letters, paced
 
-from penstock.clients import AsyncClient, Delta, FinishReason, FrameRefused, Injected, RequestFailed
+from penstock.clients import AsyncClient, Delta, Finished, FinishReason, FrameRefused, Injected, RequestFailed
 
 
 @pytest.fixture
@@ -52,3 +52,23 @@ async def test_a_request_is_computed_once(client):
         await client.complete("hello", max_tokens=3, idempotency_key="mine")
     assert caught.value.reason == "DUPLICATE_REQUEST"
     assert first.finish_reason is FinishReason.LENGTH
+
+
+async def test_a_request_that_supersedes_another(client):
+    old, new = client.generate("on and on"), client.generate("and on", max_tokens=3)
+    await old.take()
+    new.supersede(old)
+    assert (await new.completion()).text == letters(6, 3)
+    events = await old.take()
+    while not isinstance(events[-1], Finished):
+        events += await old.take()
+    assert (events[-1].reason, events[-1].superseded) == (FinishReason.CANCELLED, True)
+
+
+async def test_a_request_supersedes_none_that_has_ended_or_was_never_sent(client):
+    ended = client.generate("on and on", max_tokens=1)
+    await ended.completion()
+    for old in (ended, client.generate("never sent")):
+        new = client.generate("late", max_tokens=2)
+        new.supersede(old)
+        assert (await new.completion()).text == letters(4, 2)

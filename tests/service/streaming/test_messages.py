@@ -11,13 +11,13 @@ from penstock.service.streaming.messages import finished_message
 @pytest.mark.parametrize("reason", EngineFinishReason)
 def test_every_end_has_its_reason(reason):
     finished = RequestFinished(reason, TokenUsage(), RequestTimings())
-    message = finished_message(1, "R", finished, status_pb2.Status(), None, False)
+    message = finished_message(1, 2, "R", finished, status_pb2.Status(), None, False)
     assert message.reason != pb.FINISH_REASON_UNSPECIFIED
 
 
 def test_a_finished_message_carries_all_known_facts():
     finished = RequestFinished(EngineFinishReason.STOP, TokenUsage(1, 2, 3), RequestTimings(10, 20, 30, 40, 5, 6))
-    message = finished_message(7, "R", finished, status_pb2.Status(), 2**63 - 1, True)
+    message = finished_message(7, 0, "R", finished, status_pb2.Status(), 2**63 - 1, True)
     assert message == pb.Finished(
         ref=7,
         status=status_pb2.Status(),
