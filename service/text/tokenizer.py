@@ -79,6 +79,12 @@ class Tokenizer:
         }
         self.special_ids = frozenset(token_id for token_id in special_tokens if token_id < self.vocab_size)
         """Ids that add nothing to a text unless special tokens are requested."""
+        self.added_ids = {
+            token.content: token_id
+            for token_id, token in library.get_added_tokens_decoder().items()
+            if token_id < self.vocab_size
+        }
+        """The ids of the special tokens, and of others that were added to the vocabulary, by their contents."""
         self.spells_with_foreign = any(
             token_id not in special_tokens for token_id in range(facts.vocab_size, facts.num_ids)
         )
