@@ -10,6 +10,7 @@ from penstock.models.structured_output.tag_formats import Format, TagError, read
 from penstock.models.structured_output.tag_tokens import End, Piece, TagTokens
 
 _TEXT = "/(?s:.*)/"
+_CONTAINERS = frozenset({"sequence", "or", "tag", "optional", "star", "plus", "repeat"})
 
 
 class PartWriters(NamedTuple):
@@ -40,13 +41,15 @@ class _TagWriter:
         self.rules: list[str] = []
         self._tokens = tokens
         self._parts = parts
+        self._known_terminals: dict[int, str | None] = {}
+        """The results of ``_terminal`` by the identity of the format."""
 
     def expression(self, form: Format, ends: Sequence[End] = ()) -> str:
         """Returns the expression of a format, followed by one of the ``ends``, if there are any."""
         if not form.is_open and ends:
             return f"{self.expression(form)} {self._tokens.any_of(ends)}"
         if not ends and (terminal := self._terminal(form)) is not None:
-            return self._named_terminal(terminal)
+            return terminal if form.type in _CONTAINERS else self._named_terminal(terminal)
         write: Callable[[Format, Sequence[End]], str] = getattr(self, f"_write_{form.type}")
         return write(form, ends)
 
@@ -91,6 +94,14 @@ class _TagWriter:
 
     def _terminal(self, form: Format) -> str | None:
         """Returns the terminal of a regular format; None for all others. If it is open, nothing may follow it."""
+        if id(form) not in self._known_terminals:
+            terminal = self._new_terminal(form)
+            if terminal is not None and form.type in _CONTAINERS:  # a name: the library limits brackets, not names
+                terminal = self._named_terminal(terminal)
+            self._known_terminals[id(form)] = terminal
+        return self._known_terminals[id(form)]
+
+    def _new_terminal(self, form: Format) -> str | None:
         fields = form.fields
         match form.type:
             case "const_string":
@@ -105,7 +116,7 @@ class _TagWriter:
             case "or":
                 return self._terminals(fields["elements"], " | ")
             case "tag":
-                if fields["content"].is_open:
+                if fields["content"].is_open or self._terminal(fields["content"]) is None:
                     return None
                 pieces = self._tag_pieces(form)
                 return " ".join(piece.text for piece in pieces) if all(piece.is_terminal for piece in pieces) else None
@@ -116,7 +127,7 @@ class _TagWriter:
 
     def _terminals(self, elements: Sequence[Format], separator: str) -> str | None:
         found = [self._terminal(each) for each in elements]
-        known = [f"({each})" for each in found if each is not None]
+        known = [each for each in found if each is not None]
         return separator.join(known) if len(known) == len(found) else None
 
     # Sequences --------------------------------------------------------------------------------------------------------
@@ -131,7 +142,7 @@ class _TagWriter:
     def _pieces(self, form: Format) -> list[Piece]:
         """Returns the pieces of a format that no text precedes, and that is not open."""
         if (terminal := self._terminal(form)) is not None:
-            return [Piece(f"({terminal})", True)]
+            return [Piece(terminal, True)]
         if form.type == "const_string":
             return self._tokens.pieces(form.fields["value"])
         return self._tag_pieces(form) if form.type == "tag" else [Piece(self.expression(form), False)]
