@@ -19,7 +19,8 @@ _KINDS = "json_schema, any_json, regex, lark, gbnf, choices or structural_tag_js
 def set_constraint(constraint: pb.Constraint, value: object) -> None:
     """Sets a constraint from an object: ``{"json_schema": ...}`` with a schema or its JSON text, ``{"any_json":
     True}``, ``{"choices": [...]}``, ``{"structural_tag_json": ...}`` with a structural tag or its JSON text, or a text
-    for ``regex``, ``lark`` or ``gbnf``. The object may also have ``"start"``: "after_reasoning" (the default) or "first_token". Raises InvalidOption."""
+    for ``regex``, ``lark`` or ``gbnf``. The object may also have ``"start"``: "after_reasoning" (the default) or
+    "first_token". Raises InvalidOption."""
     if isinstance(value, Mapping) and "start" in value:
         value = dict(value)
         set_constraint_start(constraint, value.pop("start"), "constraint.start")

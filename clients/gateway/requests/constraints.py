@@ -51,9 +51,8 @@ def _structured(given: StructuredOutputs) -> Constraint:
     if options.get("json_object") is False:
         del options["json_object"]
     if len(options) != 1:
-        raise invalid(
-            "structured_outputs", "must have one of json, regex, choice, grammar, json_object or structural_tag"
-        )
+        kinds = "json, regex, choice, grammar, json_object or structural_tag"
+        raise invalid("structured_outputs", f"must have one of {kinds}")
     [(kind, value)] = options.items()
     return _constraint(kind, value, f"structured_outputs.{kind}")
 

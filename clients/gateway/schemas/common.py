@@ -173,10 +173,12 @@ class ResponseFormat(Lenient):
         alias="schema",
         description="With json_object: a JSON schema that the answer must match. An extension from llama.cpp.",
     )
-    format: Any = Field(None, description="With structural_tag: the format of the answer, as in vLLM and xgrammar.")
+    format: Any = None
+    """With structural_tag: the format of the answer, as in vLLM and xgrammar."""
     structures: Any = None
     """With structural_tag, in its older form: objects with the begin, schema and end of a tagged part."""
-    triggers: Any = Field(None, description="With structures: the strings that begin tagged parts.")
+    triggers: Any = None
+    """With structures: the strings that begin tagged parts."""
 
     @property
     def structural_tag(self) -> dict[str, Any]:

@@ -131,7 +131,8 @@ SAMPLING = (
     Case("structured_outputs",
          "regex, choice, grammar (Lark or GBNF), json, json_object or structural_tag: what the text matches",
          {"structured_outputs": {"regex": "ver[y] first"}}, is_said("very first")),
-    Case("structured_outputs", "", {"structured_outputs": {"structural_tag": json.dumps(TAG)}}, is_said("<a>first</a>")),
+    Case("structured_outputs", "", {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
+         is_said("<a>first</a>")),
     Case("structured_outputs", "two of them", {"structured_outputs": {"regex": "a", "json_object": True}},
          support=REFUSED),
     *(
