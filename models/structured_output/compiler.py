@@ -152,7 +152,7 @@ NO_IDS: Mapping[str, int] = MappingProxyType({})
 def to_grammar(
     kind: str,
     text: str,
-    special_tokens: Sequence[str] = (),
+    marker_ids: Mapping[str, int] = NO_IDS,
     *,
     forces: bool = True,
     closes_objects: bool = True,
@@ -162,19 +162,18 @@ def to_grammar(
     """Converts a constraint to a grammar in the library's form. ``kind`` is a field of the API's ``Constraint``;
     ``choices`` are given as a JSON list. Without ``forces``, forced text may have any tokens, not only the tokenizer's
     own. With ``closes_objects``, an object that declares properties may have no others, unless the schema allows them.
-    ``added_ids`` are the ids of the special tokens and of others that were added to the vocabulary. Raises GrammarError
-    for some errors; the compiler reports the others."""
+    ``marker_ids`` are the ids of the special tokens and of others that the library does not regard as text, and
+    ``added_ids`` those of all added tokens. Raises GrammarError for some errors; the compiler reports the others."""
     try:
         if kind == "structural_tag_json":
-            special_ids = {token: added_ids[token] for token in special_tokens if token in added_ids}
-            grammar = _structural_tag(text, closes_objects, TagTokens(special_ids, added_ids, eos_token_ids))
+            grammar = _structural_tag(text, closes_objects, TagTokens(marker_ids, added_ids, eos_token_ids))
         else:
             grammar = _CONVERTERS[kind](text, closes_objects)
     except RecursionError:
         raise GrammarError("it is nested too deeply") from None
-    # The library tokenizes forced text, and turns text that spells a special token into that token.
+    # The library tokenizes forced text, and turns text that spells a marker into its token.
     plain = grammar.replace("\\", "")
-    is_safe = forces and not any(token in plain for token in special_tokens)
+    is_safe = forces and not any(token in plain for token in marker_ids)
     return grammar if is_safe else f'%llguidance {{"no_forcing": true}}\n{grammar}'
 
 

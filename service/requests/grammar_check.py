@@ -49,7 +49,7 @@ class GrammarChecks:
                 "added_tokens": list(facts.added_tokens),
             },
             "options": {
-                "special_tokens": special_tokens,
+                "marker_ids": tokenizer.marker_ids,
                 "forces": not tokenizer.spells_with_foreign,
                 "closes_objects": closes_objects,
                 "added_ids": tokenizer.added_ids,

@@ -4,6 +4,7 @@ A caller's text always becomes ordinary tokens: special ones come only from the 
 the tokenizer adds around a prompt. Independent of requests and streams.
 """
 
+import re
 from collections.abc import Callable, Iterable, Sequence, Set as AbstractSet
 from pathlib import Path
 from typing import TypeVar
@@ -85,6 +86,12 @@ class Tokenizer:
             if token_id < self.vocab_size
         }
         """The ids of the special tokens, and of others that were added to the vocabulary, by their contents."""
+        self.marker_ids = {
+            content: token_id
+            for content, token_id in self.added_ids.items()
+            if token_id in self.special_ids or re.fullmatch("<.*>", content, re.DOTALL)
+        }
+        """Those that are not text for the grammar library: special tokens, and others in angle brackets."""
         self.spells_with_foreign = any(
             token_id not in special_tokens for token_id in range(facts.vocab_size, facts.num_ids)
         )

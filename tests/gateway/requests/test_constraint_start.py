@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,15 +12,11 @@ import httpx
 import jsonschema
 import psutil
 import pytest
-import tokenizers
-import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from safetensors.torch import save_file
-from tokenizers import AddedToken
+from thinker import CLOSES, OPENS, write_thinker
 from waiting import wait_until
 
 import penstock.v1 as pb
-from penstock.models.architecture.registry import spec_from_config
 from penstock.service.app.embedded import local_service
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import (
@@ -32,21 +27,6 @@ from penstock.v1 import (
     generation_pb2_grpc as pb_grpc,
 )
 
-OPENS, CLOSES = 258, 259
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 260, "hidden_size": 32, "intermediate_size": 32,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512,
-    "tie_word_embeddings": True, "dtype": "float32", "eos_token_id": 256,
-}  # fmt: skip
-TEMPLATE = (
-    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}{% if not loop.last or add_generation_prompt %}<|end|>"
-    "{% endif %}{% if m.tool_calls %}<tool_call>\n"
-    '{"name": "{{ m.tool_calls[0].function.name }}", "arguments": {{ m.tool_calls[0].function.arguments | tojson }}}\n'
-    "</tool_call>{% endif %}{% endfor %}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
-    "{% if add_generation_prompt %}<|turn|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
-    "{% elif wait is not defined %}<think>\n{% endif %}{% endif %}"
-)
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
@@ -54,27 +34,10 @@ SOON = {str(CLOSES): 3.5}
 """Closes the reasoning after some tokens."""
 
 
-def _write_model(path: Path) -> Path:
-    byte_tokens = json.loads((path / "tokenizer.json").read_text())
-    library = tokenizers.Tokenizer.from_str(json.dumps(byte_tokens))
-    library.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
-    library.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    generator = torch.Generator().manual_seed(3)
-    tensors = {
-        name: torch.normal(float(name.endswith("norm.weight")), 0.1, size, generator=generator)
-        for name, size in spec_from_config(CONFIG).tensors()
-    }
-    save_file(tensors, path / "model.safetensors")
-    return path
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Iterator[str]:
-    path = tmp_path_factory.mktemp("thinker")
-    (path / "tokenizer.json").write_text((byte_tokenizer.directory / "tokenizer.json").read_text())
-    with local_service(str(_write_model(path)), backend="reference", threads=1, kv_cache_memory_bytes="64M") as target:
+    path = write_thinker(tmp_path_factory.mktemp("thinker"), byte_tokenizer.directory)
+    with local_service(str(path), backend="reference", threads=1, kv_cache_memory_bytes="64M") as target:
         yield target
 
 

@@ -128,7 +128,7 @@ WITH_TOKENS: dict[str, tuple[Any, list[list[str | int]], list[list[str | int]]]]
 def test_special_tokens(demo: LLTokenizer, name: str) -> None:
     """A number is the id of a token. Text is never one, even if it spells one."""
     form, accepted, refused = WITH_TOKENS[name]
-    grammar = converted(form, special_tokens=list(SPECIAL), added_ids=SPECIAL, eos_token_ids=EOS)
+    grammar = converted(form, marker_ids=SPECIAL, added_ids=SPECIAL, eos_token_ids=EOS)
     for parts, is_taken in [*((each, True) for each in accepted), *((each, False) for each in refused)]:
         token_ids = [
             token_id
@@ -233,7 +233,7 @@ def test_random_tags_are_converted_or_refused() -> None:
         for _ in range(rng.choice((1, 1, 2, 3))):
             _mutate(rng, whole, values)
         try:
-            grammar = to_grammar("structural_tag_json", json.dumps(whole), list(SPECIAL), added_ids=SPECIAL)
+            grammar = to_grammar("structural_tag_json", json.dumps(whole), SPECIAL, added_ids=SPECIAL)
         except GrammarError:
             continue
         num_converted += 1
