@@ -1,12 +1,12 @@
 """Converts structural tags, as vLLM, SGLang and xgrammar have them, to Lark grammars: texts with tagged parts, each of
-which matches a format of its own. What cannot be enforced is refused by name."""
+which matches a format of its own. Formats that cannot be enforced are refused by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from penstock.models.structured_output.exact_numbers import quoted
-from penstock.models.structured_output.tag_formats import Format, TagError, read_tag
+from penstock.models.structured_output.tag_formats import TagError, TagFormat, read_tag
 from penstock.models.structured_output.tag_tokens import End, Piece, TagTokens
 
 _TEXT = "/(?s:.*)/"
@@ -44,13 +44,13 @@ class _TagWriter:
         self._known_terminals: dict[int, str | None] = {}
         """The results of ``_terminal`` by the identity of the format."""
 
-    def expression(self, form: Format, ends: Sequence[End] = ()) -> str:
+    def expression(self, form: TagFormat, ends: Sequence[End] = ()) -> str:
         """Returns the expression of a format, followed by one of the ``ends``, if there are any."""
         if not form.is_open and ends:
             return f"{self.expression(form)} {self._tokens.any_of(ends)}"
         if not ends and (terminal := self._terminal(form)) is not None:
             return terminal if form.type in _CONTAINERS else self._named_terminal(terminal)
-        write: Callable[[Format, Sequence[End]], str] = getattr(self, f"_write_{form.type}")
+        write: Callable[[TagFormat, Sequence[End]], str] = getattr(self, f"_write_{form.type}")
         return write(form, ends)
 
     # Rules and tokens -------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ class _TagWriter:
 
     # Text -------------------------------------------------------------------------------------------------------------
 
-    def _text(self, form: Format) -> str:
+    def _text(self, form: TagFormat) -> str:
         """Returns the terminal of a format's free text."""
         most = form.fields.get("max_chars")
         text = _TEXT if most is None else f"/(?s:.{{0,{most}}})/"
@@ -92,7 +92,7 @@ class _TagWriter:
 
     # Regular formats --------------------------------------------------------------------------------------------------
 
-    def _terminal(self, form: Format) -> str | None:
+    def _terminal(self, form: TagFormat) -> str | None:
         """Returns the terminal of a regular format; None for all others. If it is open, nothing may follow it."""
         if id(form) not in self._known_terminals:
             terminal = self._new_terminal(form)
@@ -101,7 +101,7 @@ class _TagWriter:
             self._known_terminals[id(form)] = terminal
         return self._known_terminals[id(form)]
 
-    def _new_terminal(self, form: Format) -> str | None:
+    def _new_terminal(self, form: TagFormat) -> str | None:
         fields = form.fields
         match form.type:
             case "const_string":
@@ -125,7 +125,7 @@ class _TagWriter:
                 return None if content is None else f"({content}){form.repetition}"
         return None
 
-    def _terminals(self, elements: Sequence[Format], separator: str) -> str | None:
+    def _terminals(self, elements: Sequence[TagFormat], separator: str) -> str | None:
         found = [self._terminal(each) for each in elements]
         known = [each for each in found if each is not None]
         return separator.join(known) if len(known) == len(found) else None
@@ -139,7 +139,7 @@ class _TagWriter:
             runs.append(self._named_terminal(text) if is_terminal else text)
         return " ".join(runs) or '""'
 
-    def _pieces(self, form: Format) -> list[Piece]:
+    def _pieces(self, form: TagFormat) -> list[Piece]:
         """Returns the pieces of a format that no text precedes, and that is not open."""
         if (terminal := self._terminal(form)) is not None:
             return [Piece(terminal, True)]
@@ -147,7 +147,7 @@ class _TagWriter:
             return self._tokens.pieces(form.fields["value"])
         return self._tag_pieces(form) if form.type == "tag" else [Piece(self.expression(form), False)]
 
-    def _tag_pieces(self, form: Format, num_begun: int = 0) -> list[Piece]:
+    def _tag_pieces(self, form: TagFormat, num_begun: int = 0) -> list[Piece]:
         """Returns the pieces of a tag without the first characters of its beginning. With a token, any number is the
         whole."""
         begin, content = self._tokens.border(form.fields["begin"]), form.fields["content"]
@@ -161,7 +161,7 @@ class _TagWriter:
         is_terminal = all(piece.is_terminal for some in end_pieces for piece in some)
         return [*pieces, *self._pieces(content), Piece(self._tokens.any_of(ends), is_terminal)]
 
-    def _write_sequence(self, form: Format, ends: Sequence[End]) -> str:
+    def _write_sequence(self, form: TagFormat, ends: Sequence[End]) -> str:
         *elements, last = form.fields["elements"]
         pieces: list[Piece] = []
         begun = 0
@@ -176,13 +176,13 @@ class _TagWriter:
         pieces += [Piece(self.expression(last, ends), False)] if last.is_open else self._rest(last, begun)
         return self._joined(pieces)
 
-    def _rest(self, form: Format, num_begun: int) -> list[Piece]:
+    def _rest(self, form: TagFormat, num_begun: int) -> list[Piece]:
         """Returns the pieces of a format of which this many characters belong to the text before it."""
         if not num_begun:
             return self._pieces(form)
         return self._tag_pieces(form, num_begun) if form.type == "tag" else []
 
-    def _visible_beginning(self, form: Format) -> End:
+    def _visible_beginning(self, form: TagFormat) -> End:
         """Returns the string or token by which a format can be found in a text."""
         begin: End = ""
         if form.type == "tag":
@@ -195,7 +195,7 @@ class _TagWriter:
 
     # Texts with tags --------------------------------------------------------------------------------------------------
 
-    def _dispatched(self, form: Format, bodies: Mapping[End, str], ends: Sequence[End]) -> str:
+    def _dispatched(self, form: TagFormat, bodies: Mapping[End, str], ends: Sequence[End]) -> str:
         """Returns the expression of a text in which the body of each trigger follows it."""
         text = self._text(form)
         tagged, last = [], [self._text_to_any(ends, text)]
@@ -209,7 +209,7 @@ class _TagWriter:
                 last += [f"{head} {self._tokens.marker(rest)}" for rest in after if rest]
         return self._looped(form, bodies, tagged, last, ends)
 
-    def _dispatched_tokens(self, form: Format, bodies: Mapping[End, str], ends: Sequence[End]) -> str:
+    def _dispatched_tokens(self, form: TagFormat, bodies: Mapping[End, str], ends: Sequence[End]) -> str:
         """The same for tokens."""
         excluded = self._tokens.token_ids(form.fields["exclude_tokens"], f"{form.place}.exclude_tokens")
         free = self._free_tokens(form, [*excluded, *(each for each in bodies if isinstance(each, int))], ends)
@@ -217,7 +217,12 @@ class _TagWriter:
         return self._looped(form, bodies, tagged, [f"{free} {self._tokens.any_of(ends) if ends else ''}"], ends)
 
     def _looped(
-        self, form: Format, bodies: Mapping[End, str], tagged: Sequence[str], last: Sequence[str], ends: Sequence[End]
+        self,
+        form: TagFormat,
+        bodies: Mapping[End, str],
+        tagged: Sequence[str],
+        last: Sequence[str],
+        ends: Sequence[End],
     ) -> str:
         """Returns the expression of texts with tags, ``tagged``, and a last one without a tag."""
         one, tail = self._rule(" | ".join(tagged)), self._rule(" | ".join(last))
@@ -228,7 +233,7 @@ class _TagWriter:
         first = self._rule(" | ".join(f"{self._tokens.marker(trigger)} {body}" for trigger, body in bodies.items()))
         return f"{first}{end}" if ends_after_one else f"{first} {one}* {tail}"
 
-    def _write_triggered_tags(self, form: Format, ends: Sequence[End]) -> str:
+    def _write_triggered_tags(self, form: TagFormat, ends: Sequence[End]) -> str:
         triggers: list[str] = form.fields["triggers"]
         bodies: dict[End, list[str]] = {}
         used = set()
@@ -246,7 +251,7 @@ class _TagWriter:
                 raise TagError(f"{place}[{index}]", "is not the beginning of any tag")
         return self._dispatched(form, {trigger: self._rule(" | ".join(each)) for trigger, each in bodies.items()}, ends)
 
-    def _write_dispatch(self, form: Format, ends: Sequence[End]) -> str:
+    def _write_dispatch(self, form: TagFormat, ends: Sequence[End]) -> str:
         bodies: dict[End, str] = {}
         for index, (pattern, content) in enumerate(form.fields["rules"]):
             place = f"{form.place}.rules[{index}]"
@@ -257,7 +262,7 @@ class _TagWriter:
             bodies[pattern] = self._rule(self.expression(content))
         return self._dispatched(form, bodies, ends)
 
-    def _write_token_triggered_tags(self, form: Format, ends: Sequence[End]) -> str:
+    def _write_token_triggered_tags(self, form: TagFormat, ends: Sequence[End]) -> str:
         triggers = self._tokens.token_ids(form.fields["trigger_tokens"], f"{form.place}.trigger_tokens")
         bodies: dict[End, list[str]] = {}
         for tag in form.fields["tags"]:
@@ -271,7 +276,7 @@ class _TagWriter:
         rules = {trigger: self._rule(" | ".join(each)) for trigger, each in bodies.items()}
         return self._dispatched_tokens(form, rules, ends)
 
-    def _write_token_dispatch(self, form: Format, ends: Sequence[End]) -> str:
+    def _write_token_dispatch(self, form: TagFormat, ends: Sequence[End]) -> str:
         bodies: dict[End, str] = {}
         for index, (pattern, content) in enumerate(form.fields["rules"]):
             place = f"{form.place}.rules[{index}]"
@@ -281,7 +286,7 @@ class _TagWriter:
             bodies[token_id] = self._rule(self.expression(content))
         return self._dispatched_tokens(form, bodies, ends)
 
-    def _write_tags_with_separator(self, form: Format, ends: Sequence[End]) -> str:
+    def _write_tags_with_separator(self, form: TagFormat, ends: Sequence[End]) -> str:
         fields = form.fields
         tag = self._rule(" | ".join(self._joined(self._tag_pieces(each)) for each in fields["tags"]))
         more = "" if fields["stop_after_first"] else f" ({self._tokens.marker(fields['separator'])} {tag})*"
@@ -289,16 +294,16 @@ class _TagWriter:
 
     # Other formats ----------------------------------------------------------------------------------------------------
 
-    def _write_tag(self, form: Format, ends: Sequence[End]) -> str:
+    def _write_tag(self, form: TagFormat, ends: Sequence[End]) -> str:
         return self._joined(self._tag_pieces(form))
 
-    def _write_const_string(self, form: Format, ends: Sequence[End]) -> str:
+    def _write_const_string(self, form: TagFormat, ends: Sequence[End]) -> str:
         return self._tokens.marker(form.fields["value"])
 
-    def _write_any_text(self, form: Format, ends: Sequence[End]) -> str:
+    def _write_any_text(self, form: TagFormat, ends: Sequence[End]) -> str:
         return self._text_to_any(ends, self._text(form))
 
-    def _write_json_schema(self, form: Format, ends: Sequence[End]) -> str:
+    def _write_json_schema(self, form: TagFormat, ends: Sequence[End]) -> str:
         schema, most = form.fields["json_schema"], form.fields["max_whitespace_cnt"]
         if most is not None and isinstance(schema, dict):
             schema = {**schema, "x-guidance": {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{0,{most}}}"}}
@@ -309,38 +314,38 @@ class _TagWriter:
         self.rules += rules
         return self._rule(body)
 
-    def _write_grammar(self, form: Format, ends: Sequence[End]) -> str:
+    def _write_grammar(self, form: TagFormat, ends: Sequence[End]) -> str:
         try:
             grammar = self._parts.grammar(form.fields["grammar"])
         except TagError as error:
             raise TagError(form.place, str(error)) from None
         return self._rule(f"%lark {{\n{grammar}\n}}")
 
-    def _write_or(self, form: Format, ends: Sequence[End]) -> str:
+    def _write_or(self, form: TagFormat, ends: Sequence[End]) -> str:
         return self._rule(" | ".join(self.expression(each, ends) for each in form.fields["elements"]))
 
-    def _write_optional(self, form: Format, ends: Sequence[End]) -> str:
+    def _write_optional(self, form: TagFormat, ends: Sequence[End]) -> str:
         content = self.expression(form.fields["content"], ends)
         return self._rule(f"{content} | {self._tokens.any_of(ends) if ends else ''}")
 
-    def _repeated(self, form: Format, ends: Sequence[End]) -> str:
+    def _repeated(self, form: TagFormat, ends: Sequence[End]) -> str:
         return f"{self._rule(self.expression(form.fields['content']))}{form.repetition}"
 
     _write_star = _write_plus = _write_repeat = _repeated
 
-    def _write_token(self, form: Format, ends: Sequence[End]) -> str:
+    def _write_token(self, form: TagFormat, ends: Sequence[End]) -> str:
         return self._tokens.marker(self._tokens.border(form))
 
-    def _write_exclude_token(self, form: Format, ends: Sequence[End]) -> str:
+    def _write_exclude_token(self, form: TagFormat, ends: Sequence[End]) -> str:
         excluded = self._tokens.token_ids(form.fields["exclude_tokens"], f"{form.place}.exclude_tokens")
         return self._tokens.token_besides(excluded)
 
-    def _write_any_tokens(self, form: Format, ends: Sequence[End]) -> str:
+    def _write_any_tokens(self, form: TagFormat, ends: Sequence[End]) -> str:
         excluded = self._tokens.token_ids(form.fields["exclude_tokens"], f"{form.place}.exclude_tokens")
         free = self._free_tokens(form, excluded, ends)
         return f"{free} {self._tokens.any_of(ends)}" if ends else free
 
-    def _free_tokens(self, form: Format, excluded: Sequence[int], ends: Sequence[End]) -> str:
+    def _free_tokens(self, form: TagFormat, excluded: Sequence[int], ends: Sequence[End]) -> str:
         """Returns the expression of any tokens besides the excluded ones and those that end it."""
         if not all(isinstance(end, int) for end in ends):
             raise TagError(form.place, "what follows any tokens must be a token, as an object of type token")

@@ -16,7 +16,7 @@ class TagError(Exception):
         super().__init__(f"{place}: {problem}" if place else problem)
 
 
-class Format(NamedTuple):
+class TagFormat(NamedTuple):
     """A format with all its fields."""
 
     type: str
@@ -49,7 +49,7 @@ class Format(NamedTuple):
         return f"{{{least},{most if most >= 0 else ''}}}"
 
 
-def read_tag(value: Any) -> Format:
+def read_tag(value: Any) -> TagFormat:
     """Returns the format of a structural tag, in either form. Raises TagError."""
     if not isinstance(value, dict):
         raise TagError("", "it must be an object")
@@ -70,21 +70,21 @@ def read_tag(value: Any) -> Format:
         "stop_after_first": False,
         "excludes": [],
     }
-    return Format("triggered_tags", fields, "")
+    return TagFormat("triggered_tags", fields, "")
 
 
-def _older_tag(value: Any, place: str) -> Format:
+def _older_tag(value: Any, place: str) -> TagFormat:
     """Reads an element of ``structures``. Its schema may be text."""
     if not isinstance(value, dict):
         raise TagError(place, "must be an object")
     _check_names(value, {"begin", "schema", "end"}, place)
     begin, end = (_string(value.get(key), f"{place}.{key}") for key in ("begin", "end"))
     schema = {"json_schema": _schema(value.get("schema"), f"{place}.schema"), "max_whitespace_cnt": None}
-    content = Format("json_schema", schema, f"{place}.schema")
-    return Format("tag", {"begin": begin, "content": content, "end": [end]}, place)
+    content = TagFormat("json_schema", schema, f"{place}.schema")
+    return TagFormat("tag", {"begin": begin, "content": content, "end": [end]}, place)
 
 
-def _format(value: Any, place: str, level: int = 1, usual: str | None = None) -> Format:
+def _format(value: Any, place: str, level: int = 1, usual: str | None = None) -> TagFormat:
     """Reads a format. ``usual`` is the type of a format that names none."""
     if level > MAX_LEVELS:
         raise TagError("", f"its formats are nested more than {MAX_LEVELS} levels deep")
@@ -108,10 +108,10 @@ def _format(value: Any, place: str, level: int = 1, usual: str | None = None) ->
             fields[name] = default[0]
         else:
             raise TagError(at, "is required")
-    return _checked(Format(kind, fields, place))
+    return _checked(TagFormat(kind, fields, place))
 
 
-def _checked(form: Format) -> Format:
+def _checked(form: TagFormat) -> TagFormat:
     """Checks fields against each other."""
     fields, place = form.fields, form.place
     if form.type in ("star", "plus", "repeat") and fields["content"].is_open:
@@ -208,15 +208,15 @@ def _few_tokens(value: Any, place: str) -> list[int | str]:
     return [] if value == [] else _tokens(value, place)
 
 
-def _inner(value: Any, place: str, level: int) -> Format:
+def _inner(value: Any, place: str, level: int) -> TagFormat:
     return _format(value, place, level)
 
 
-def _inner_list(value: Any, place: str, level: int) -> list[Format]:
+def _inner_list(value: Any, place: str, level: int) -> list[TagFormat]:
     return [_format(each, f"{place}[{index}]", level) for index, each in enumerate(_list(value, place))]
 
 
-def _tags(value: Any, place: str, level: int) -> list[Format]:
+def _tags(value: Any, place: str, level: int) -> list[TagFormat]:
     tags = [_format(each, f"{place}[{index}]", level, "tag") for index, each in enumerate(_list(value, place))]
     for tag in tags:
         if tag.type != "tag":
@@ -224,7 +224,7 @@ def _tags(value: Any, place: str, level: int) -> list[Format]:
     return tags
 
 
-def _border(value: Any, place: str, level: int) -> str | Format:
+def _border(value: Any, place: str, level: int) -> str | TagFormat:
     """Reads the beginning of a tag: a string, or a format for a token."""
     if isinstance(value, str):
         return value
@@ -234,13 +234,13 @@ def _border(value: Any, place: str, level: int) -> str | Format:
     return form
 
 
-def _ends(value: Any, place: str, level: int) -> list[str | Format]:
+def _ends(value: Any, place: str, level: int) -> list[str | TagFormat]:
     if isinstance(value, list):
         return [_string(each, f"{place}[{index}]") for index, each in enumerate(_list(value, place))]
     return [_border(value, place, level)]
 
 
-def _rules(value: Any, place: str, level: int) -> list[tuple[int | str, Format]]:
+def _rules(value: Any, place: str, level: int) -> list[tuple[int | str, TagFormat]]:
     rules = []
     for index, rule in enumerate(_list(value, place)):
         at = f"{place}[{index}]"

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from penstock.models.structured_output.exact_numbers import quoted
-from penstock.models.structured_output.tag_formats import Format, TagError
+from penstock.models.structured_output.tag_formats import TagError, TagFormat
 
 End = str | int
 """What a text ends with: a string, or the id of a token."""
@@ -59,7 +59,7 @@ class TagTokens:
         """Returns the expression of a token besides these and those that end an output."""
         return f"<[^{','.join(map(str, sorted({*token_ids, *self._eos_ids})))}]>"
 
-    def border(self, value: str | Format) -> End:
+    def border(self, value: str | TagFormat) -> End:
         """Returns the beginning or an end of a tag. Raises TagError."""
         return value if isinstance(value, str) else self.token_id(value.fields["token"], f"{value.place}.token")
 

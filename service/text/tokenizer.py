@@ -5,7 +5,8 @@ the tokenizer adds around a prompt. Independent of requests and streams.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence, Set as AbstractSet
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -80,18 +81,6 @@ class Tokenizer:
         }
         self.special_ids = frozenset(token_id for token_id in special_tokens if token_id < self.vocab_size)
         """Ids that add nothing to a text unless special tokens are requested."""
-        self.added_ids = {
-            token.content: token_id
-            for token_id, token in library.get_added_tokens_decoder().items()
-            if token_id < self.vocab_size
-        }
-        """The ids of the special tokens, and of others that were added to the vocabulary, by their contents."""
-        self.marker_ids = {
-            content: token_id
-            for content, token_id in self.added_ids.items()
-            if token_id in self.special_ids or re.fullmatch("<.*>", content, re.DOTALL)
-        }
-        """Those that are not text for the grammar library: special tokens, and others in angle brackets."""
         self.spells_with_foreign = any(
             token_id not in special_tokens for token_id in range(facts.vocab_size, facts.num_ids)
         )
@@ -124,6 +113,23 @@ class Tokenizer:
             facts.special_tokens,
             facts.eos_token_ids,
         )
+
+    @cached_property
+    def added_ids(self) -> Mapping[str, int]:
+        """The ids of the special tokens, and of others that were added to the vocabulary, by their contents."""
+        added = self._library.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token_id < self.vocab_size}
+
+    @cached_property
+    def marker_ids(self) -> Mapping[str, int]:
+        """The ids of added tokens that are not text for the grammar library: special tokens, and others in angle
+        brackets."""
+        added = self.added_ids.items()
+        return {
+            content: token_id
+            for content, token_id in added
+            if token_id in self.special_ids or re.fullmatch("<.*>", content, re.DOTALL)
+        }
 
     @property
     def has_chat_template(self) -> bool:

@@ -174,11 +174,11 @@ class ResponseFormat(Lenient):
         description="With json_object: a JSON schema that the answer must match. An extension from llama.cpp.",
     )
     format: Any = None
-    """With structural_tag: the format of the answer, as in vLLM and xgrammar."""
+    """The format of a structural_tag, as in vLLM and xgrammar."""
     structures: Any = None
-    """With structural_tag, in its older form: objects with the begin, schema and end of a tagged part."""
+    """The older form of a structural_tag: objects with the begin, schema and end of a tagged part."""
     triggers: Any = None
-    """With structures: the strings that begin tagged parts."""
+    """The strings that begin the tagged parts of structures."""
 
     @property
     def structural_tag(self) -> dict[str, Any]:
