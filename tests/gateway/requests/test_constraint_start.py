@@ -145,7 +145,7 @@ def _wait_until_replaced(target: str, killed: psutil.Process, channel: grpc.Chan
     wait_until(lambda: health.Check(request, timeout=120).status == health_pb2.HealthCheckResponse.SERVING)
 
 
-@pytest.mark.parametrize("where", ["reasoning", "answer"])
+@pytest.mark.parametrize("where", ["reasoning", "answer", pytest.param("limited reasoning", marks=pytest.mark.soak)])
 def test_a_new_worker_goes_on_where_the_old_one_died(target: str, where: str) -> None:
     """Within reasoning, which then has as many tokens as it would have had, or after it. Repeated until the kill comes
     before the end: a busy machine may run this client later than the whole request."""
@@ -153,7 +153,9 @@ def test_a_new_worker_goes_on_where_the_old_one_died(target: str, where: str) ->
     constraint = Constraint(regex="[ab]{90}")
     output = pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
     start = pb.GenerationStart(chat=_chat("hi"), sampling=sampling, constraint=constraint, output=output)
-    kill_after = 60 if where == "reasoning" else 305
+    kill_after = 305 if where == "answer" else 60
+    if where == "limited reasoning":
+        start.sampling.thinking_token_budget = 200
     restarts = 0
     with grpc.insecure_channel(target) as channel:
         while not restarts:
@@ -169,7 +171,7 @@ def test_a_new_worker_goes_on_where_the_old_one_died(target: str, where: str) ->
                 restarts = message.finished.timings.restarts
             _wait_until_replaced(target, worker, channel)
     num_reasoning = token_ids.index(CLOSES)
-    assert num_reasoning == 400 - 100 - 1
+    assert num_reasoning == (200 if where == "limited reasoning" else 400 - 100 - 1)
     assert re.fullmatch(
         r"[ \n]{0,2}[ab]{90}", bytes(each for each in token_ids[num_reasoning + 1 :] if each < 256).decode()
     )

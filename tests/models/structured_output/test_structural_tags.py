@@ -228,7 +228,7 @@ def test_random_tags_are_converted_or_refused() -> None:
     rng = random.Random(1)
     values: list[Any] = [None, True, -1, 2**40, 1.5, "", "<", "x" * 300, [], {}, [[]], INTEGER, ANY, tag(), tags()]
     num_converted = 0
-    for _ in range(1500):
+    for _ in range(400):
         whole = json.loads(json.dumps(rng.choice(CASES)["tag"]))
         for _ in range(rng.choice((1, 1, 2, 3))):
             _mutate(rng, whole, values)
@@ -238,7 +238,7 @@ def test_random_tags_are_converted_or_refused() -> None:
             continue
         num_converted += 1
         assert not LLMatcher.validate_grammar(grammar, BYTES).startswith("Traceback")
-    assert num_converted > 50
+    assert num_converted > 20
 
 
 def _mutate(rng: random.Random, whole: Any, values: list[Any]) -> None:
