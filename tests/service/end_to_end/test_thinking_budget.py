@@ -39,9 +39,7 @@ def complete(stub: GenerationServiceStub) -> Complete:
             roles = ("user", "assistant")
             messages = [pb.ChatMessage(role=roles[at % 2], content=each) for at, each in enumerate(contents)]
             request.chat.CopyFrom(pb.Chat(messages=messages, **chat or {}))
-        request.sampling.CopyFrom(
-            pb.SamplingParams(**{"seed": 2, "max_tokens": 40, "logit_bias": NEVER, **sampling})
-        )
+        request.sampling.CopyFrom(pb.SamplingParams(**{"seed": 2, "max_tokens": 40, "logit_bias": NEVER, **sampling}))
         if start is not None:
             request.MergeFrom(start)
         return stub.Complete(pb.CompleteRequest(start=request), timeout=120)
