@@ -13,13 +13,14 @@ STARTS: Mapping[str, "pb.ConstraintStart.ValueType"] = {
     "first_token": pb.CONSTRAINT_START_FIRST_TOKEN,
 }
 """The contract's values by the names that callers use."""
-_KINDS = "json_schema, any_json, regex, lark, gbnf or choices"
+_KINDS = "json_schema, any_json, regex, lark, gbnf, choices or structural_tag_json"
 
 
 def set_constraint(constraint: pb.Constraint, value: object) -> None:
     """Sets a constraint from an object: ``{"json_schema": ...}`` with a schema or its JSON text, ``{"any_json":
-    True}``, ``{"choices": [...]}``, or a text for ``regex``, ``lark`` or ``gbnf``. The object may also have
-    ``"start"``: "after_reasoning" (the default) or "first_token". Raises InvalidOption."""
+    True}``, ``{"choices": [...]}``, ``{"structural_tag_json": ...}`` with a structural tag or its JSON text, or a text
+    for ``regex``, ``lark`` or ``gbnf``. The object may also have ``"start"``: "after_reasoning" (the default) or
+    "first_token". Raises InvalidOption."""
     if isinstance(value, Mapping) and "start" in value:
         value = dict(value)
         set_constraint_start(constraint, value.pop("start"), "constraint.start")
@@ -28,8 +29,8 @@ def set_constraint(constraint: pb.Constraint, value: object) -> None:
     [(kind, given)] = value.items()
     where = f"constraint.{kind}" if isinstance(kind, str) else "constraint"
     try:
-        if kind == "json_schema":
-            constraint.json_schema = given if isinstance(given, str) else json.dumps(given, allow_nan=False)
+        if kind in ("json_schema", "structural_tag_json"):
+            setattr(constraint, kind, given if isinstance(given, str) else json.dumps(given, allow_nan=False))
         elif kind == "any_json" and given is True:
             constraint.any_json.SetInParent()
         elif kind == "choices" and not isinstance(given, str):

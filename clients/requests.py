@@ -52,6 +52,8 @@ class Options(ChatOptions, total=False):
     allowed_token_ids: Iterable[int] | None
     bad_words: str | Iterable[str] | None
     n: int | None
+    thinking_token_budget: int | None
+    """The maximum number of reasoning tokens; 0: none."""
 
     format: Format | str | None
     """Default in this client: both text and token ids."""
@@ -76,7 +78,7 @@ class Options(ChatOptions, total=False):
     """``auto``: the KV is retained for about as long as this tenant's requests take to return."""
     constraint: Mapping[str, object] | None
     """What the output must match: one of ``json_schema`` (a schema or its JSON text), ``any_json`` (True), ``regex``,
-    ``lark``, ``gbnf`` and ``choices`` (texts)."""
+    ``lark``, ``gbnf``, ``choices`` (texts) and ``structural_tag_json`` (a structural tag or its JSON text)."""
     max_draft_tokens: int | None
     """The maximum number of drafts per step; 0 disables them. Drafts change when tokens arrive, never which."""
     traceparent: str | None

@@ -8,6 +8,8 @@ from enum import Enum
 
 import msgspec
 
+from penstock.scheduler.reasoning_limit import ReasoningLimit
+
 
 class Pooling(Enum):
     """The hidden states, after the model's last norm, whose mean is a row's vector."""
@@ -58,6 +60,8 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """None: no log-probabilities; k: those of the chosen token and the k most likely ones, from the model's own
     logits."""
     prompt_logprobs: int | None = None
+    reasoning: ReasoningLimit | None = None
+    """None: reasoning has no limit, or there is none. Where the limit closes it, no other parameter matters."""
 
 
 class AddedRow(msgspec.Struct, array_like=True, gc=False):

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from penstock.models.batch.grammar_matcher import GrammarMatcher
 from penstock.models.batch.pooled_row import PooledRow
+from penstock.models.batch.reasoning_tracker import ReasoningTracker
 from penstock.models.batch.token_counts import TokenCounts
 from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
 
@@ -50,6 +51,8 @@ class Row:
     tenant: str = ""
     matcher: GrammarMatcher | None = None
     """Set if the row's output must match a grammar."""
+    reasoning: ReasoningTracker | None = None
+    """Set if the row's reasoning has a limit."""
     is_dropped: bool = False
     """Whether a plan has dropped the row; a step that began earlier may still compute it."""
 
@@ -131,6 +134,9 @@ class RowTable:
             None if added.pooling is None else PooledRow(added.pooling, len(added.token_ids), self.hidden_size),
             added.max_drafts,
             added.tenant,
+            reasoning=None
+            if sampling.reasoning is None
+            else ReasoningTracker(sampling.reasoning, added.num_prompt_tokens),
         )
         self._rows[added.row] = row
         self._extend(row, added.block_ids)

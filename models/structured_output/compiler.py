@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -23,6 +24,9 @@ from penstock.models.structured_output.exact_numbers import (
     without_annotations,
 )
 from penstock.models.structured_output.json_schema import ObjectCloser, without_covered_patterns
+from penstock.models.structured_output.structural_tag import PartWriters, tag_grammar
+from penstock.models.structured_output.tag_formats import WORDS, TagError
+from penstock.models.structured_output.tag_tokens import TagTokens
 
 LIMITS = LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
 """Limits the work for a grammar, at its start and in each step, and a matcher's memory: a state takes 1 to 2 kB, and
@@ -121,7 +125,7 @@ def forces_tokens(grammar: str) -> bool:
     return _NO_FORCING.search(grammar) is None
 
 
-_KEYWORDS = frozenset(
+_KEYWORDS = WORDS | frozenset(
     """
     additionalItems allOf anyOf const contains dependencies dependentRequired dependentSchemas else enum
     exclusiveMaximum exclusiveMinimum false format if items lenient maxContains maxItems maxLength
@@ -130,7 +134,7 @@ _KEYWORDS = frozenset(
     unevaluatedProperties uniqueItems
     """.split()  # noqa: SIM905 - a list of words
 )
-"""Keywords of JSON Schema. Error messages keep them, because clients need them to find the error."""
+"""Keywords of JSON Schema and structural tags. Errors keep them, because clients need them to find the error."""
 _CUT = re.compile(r"…(\W\w{0,2}){0,3}(…(\W\w{0,2}){0,3})*…")
 
 
@@ -142,21 +146,34 @@ def discreet(message: str, text: str) -> str:
 
 # Conversion from the client's form ------------------------------------------------------------------------------------
 
+NO_IDS: Mapping[str, int] = MappingProxyType({})
+
 
 def to_grammar(
-    kind: str, text: str, special_tokens: Sequence[str] = (), *, forces: bool = True, closes_objects: bool = True
+    kind: str,
+    text: str,
+    marker_ids: Mapping[str, int] = NO_IDS,
+    *,
+    forces: bool = True,
+    closes_objects: bool = True,
+    added_ids: Mapping[str, int] = NO_IDS,
+    eos_token_ids: Sequence[int] = (),
 ) -> str:
     """Converts a constraint to a grammar in the library's form. ``kind`` is a field of the API's ``Constraint``;
     ``choices`` are given as a JSON list. Without ``forces``, forced text may have any tokens, not only the tokenizer's
     own. With ``closes_objects``, an object that declares properties may have no others, unless the schema allows them.
-    Raises GrammarError for some errors; the compiler reports the others."""
+    ``marker_ids`` are the ids of the special tokens and of others that the library does not regard as text, and
+    ``added_ids`` those of all added tokens. Raises GrammarError for some errors; the compiler reports the others."""
     try:
-        grammar = _CONVERTERS[kind](text, closes_objects)
+        if kind == "structural_tag_json":
+            grammar = _structural_tag(text, closes_objects, TagTokens(marker_ids, added_ids, eos_token_ids))
+        else:
+            grammar = _CONVERTERS[kind](text, closes_objects)
     except RecursionError:
         raise GrammarError("it is nested too deeply") from None
-    # The library tokenizes forced text, and turns text that spells a special token into that token.
+    # The library tokenizes forced text, and turns text that spells a marker into its token.
     plain = grammar.replace("\\", "")
-    is_safe = forces and not any(token in plain for token in special_tokens)
+    is_safe = forces and not any(token in plain for token in marker_ids)
     return grammar if is_safe else f'%llguidance {{"no_forcing": true}}\n{grammar}'
 
 
@@ -167,12 +184,15 @@ def _no_number(name: str) -> None:
 _SCHEMAS = json.JSONDecoder(parse_float=Real.read, parse_int=read_integer, parse_constant=_no_number)
 
 
-def _json_schema(text: str, closes_objects: bool) -> str:
+def _decoded(text: str) -> Any:
     try:
-        schema = _SCHEMAS.decode(text)
+        return _SCHEMAS.decode(text)
     except ValueError as error:
         raise GrammarError(f"is not JSON: {error}") from None
-    body, rules = _of_schema(schema, closes_objects)
+
+
+def _json_schema(text: str, closes_objects: bool) -> str:
+    body, rules = _of_schema(_decoded(text), closes_objects)
     return "\n".join([f"start: {body}", *rules])
 
 
@@ -226,7 +246,11 @@ def _json_options(given: object) -> dict[str, Any]:
 
 
 def _regex(text: str, _: bool) -> str:
-    return f"start: /{regex_to_lark(text, '')}/" if text else 'start: ""'
+    return f"start: {_regex_terminal(text)}"
+
+
+def _regex_terminal(text: str) -> str:
+    return f"/{regex_to_lark(text, '')}/" if text else '""'
 
 
 def _gbnf(text: str, _: bool) -> str:
@@ -246,6 +270,25 @@ def _as_itself(match: re.Match[str]) -> str:
     digits = match[1] or match[2]
     character = chr(int(digits, 16)) if digits and int(digits, 16) <= 0x10FFFF else ""
     return character if character.isalnum() else match[0]
+
+
+def _structural_tag(text: str, closes_objects: bool, tokens: TagTokens) -> str:
+    def schema(given: Any, number: int) -> tuple[str, list[str]]:
+        try:  # the older form of structural tags has schemas as text too
+            return _of_schema(_decoded(given) if isinstance(given, str) else given, closes_objects, number)
+        except GrammarError as error:
+            raise TagError("", str(error)) from None
+
+    def grammar(given: str) -> str:
+        try:
+            return (_gbnf if "::=" in given else _lark)(given, closes_objects)
+        except GrammarError as error:
+            raise TagError("", str(error)) from None
+
+    try:
+        return tag_grammar(_decoded(text), tokens, PartWriters(schema, grammar, _regex_terminal))
+    except TagError as error:
+        raise GrammarError(str(error)) from None
 
 
 def _choices(text: str, _: bool) -> str:

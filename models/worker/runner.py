@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.models.backends.base import Backend
 from penstock.models.batch.batch import Batch, Sampled, build_batch, join_logprobs
+from penstock.models.batch.forced_tokens import with_forced_tokens
 from penstock.models.batch.rows import Row, RowTable
 from penstock.models.speculative.controller import NOTHING, Drafted, SpeculationController
 from penstock.models.speculative.cost_model import SIZES
@@ -215,6 +216,7 @@ class Runner:
         layers = () if self._controller is None else self._controller.feature_layers
         batch = build_batch(self._rows, plan, drafted.drafts, layers)
         masks = None if self._grammars is None else self._grammars.start_masks(batch.sampled, self._newest)
+        masks = with_forced_tokens(batch.sampled, masks, self._newest, self._backend.facts.vocab_size)
         if masks is not None:
             batch = replace(batch, masks=masks)
         finish = self._backend.start_step(batch)

@@ -78,6 +78,9 @@ def _named_call(has_id: bool, has_args: bool) -> Callable[[LarkGrammar, str, Cal
 def _syntax_of(tool_format: str, lark: LarkGrammar) -> CallSyntax:
     if tool_format in FAMILY_SYNTAXES:
         return FAMILY_SYNTAXES[tool_format](lark)
+    if tool_format == "hermes":
+        begin, end = quoted("\n"), lark.marker("\n</tool_call>")
+        return CallSyntax(_object("arguments"), "<tool_call>", opens=begin, closes=end, between=quoted("\n"))
     if tool_format != "mistral":
         return _SYNTAXES[tool_format]
     named = re.search(r"\[TOOL_CALLS\]\s*probe_tool[^{]*", lark.shape.shown_call)
@@ -107,9 +110,6 @@ def _python_call(lark: LarkGrammar, rule: str, tool: CallableTool) -> str:
 
 
 _SYNTAXES = {
-    "hermes": CallSyntax(
-        _object("arguments"), "<tool_call>", opens=quoted("\n"), closes=quoted("\n</tool_call>"), between=quoted("\n")
-    ),
     "llama3_json": CallSyntax(_object("parameters"), between=quoted("; ")),
     "pythonic": CallSyntax(_python_call, opens=quoted("["), next_call=quoted(", "), closes=quoted("]")),
 }

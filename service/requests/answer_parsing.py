@@ -4,7 +4,10 @@ tools may be called."""
 from collections.abc import Sequence
 from functools import partial
 
+import msgspec
+
 import penstock.v1 as pb
+from penstock.scheduler.reasoning_limit import ReasoningLimit
 from penstock.service.errors import invalid
 from penstock.service.parsers.base import AnswerParser
 from penstock.service.parsers.reasoning import REASONING_FORMATS
@@ -12,7 +15,7 @@ from penstock.service.parsers.registry import AUTO, NONE, make_parser, markers
 from penstock.service.requests.answer_formats import AnswerFormats, OutputFormats
 from penstock.service.requests.chat import ToolSchemas, content_text, shows_tools
 from penstock.service.requests.tool_choice import forces_call, unknown_format
-from penstock.service.text.reasoning import Reasoning
+from penstock.service.text.reasoning import Reasoning, Section
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import CONSTRAINT_START_FIRST_TOKEN
 
@@ -33,12 +36,21 @@ class AnswerParsing:
         self._tokenizer = tokenizer
         self._formats = formats
         self._reasoning = _reasoning(tokenizer, formats.reasoning_parser)
+        self._limits: dict[tuple[str, bool], ReasoningLimit] = {}
+        """Limits of 0 tokens by the format and by whether calls may follow: made at first use."""
 
     def check(self, start: pb.GenerationStart) -> None:
         """Checks a request's options. Raises ServiceError."""
         for name in ("parse_reasoning", "parse_tool_calls"):
             if getattr(start.output, name) and start.output.format == _WITHOUT_TEXT:
                 raise invalid(f"output.{name}", "needs text; set output.format to one with text")
+        has_budget = start.sampling.HasField("thinking_token_budget")
+        if has_budget and self._formats.of(with_tools=shows_tools(start.chat)).reasoning is None:
+            raise invalid(
+                "sampling.thinking_token_budget",
+                "needs a model whose reasoning format is known; omit it, or the service's operator sets "
+                "--reasoning-parser",
+            )
         if not start.output.parse_tool_calls:
             return
         if not start.HasField("chat"):
@@ -85,18 +97,49 @@ class AnswerParsing:
 
     def after_reasoning(self, grammar: str, start: pb.GenerationStart, prompt: list[int], max_tokens: int) -> str:
         """Returns a grammar for the whole output, in which the constraint's ``grammar`` applies after the reasoning."""
-        reasoning, chat = self._reasoning, start.chat
+        reasoning = self._reasoning
         if reasoning is None or start.constraint.start == CONSTRAINT_START_FIRST_TOKEN:
             return grammar
+        section = self._section(reasoning, start, prompt)
+        return reasoning.grammar(grammar, section, max_tokens, shows_marks=self._shows_marks(start))
+
+    def reasoning_limit(
+        self, start: pb.GenerationStart, prompt: list[int], *, is_constrained: bool
+    ) -> ReasoningLimit | None:
+        """Returns the limit on the reasoning of a request's choices; None if there is none, or no reasoning.
+        ``is_constrained``: a constraint applies that does not describe the reasoning itself."""
+        if not start.sampling.HasField("thinking_token_budget"):
+            return None
+        with_tools = shows_tools(start.chat)
+        name = self._formats.of(with_tools=with_tools).reasoning
+        assert name is not None, "checked before"
+        form = REASONING_FORMATS[name]
+        is_only_answer = start.constraint.start == CONSTRAINT_START_FIRST_TOKEN or (
+            form.text_opens and not self._shows_marks(start)
+        )
+        if is_constrained and is_only_answer:
+            return None
+        reasoning = self._tokenizer.reasoning.with_format(form)
+        section = self._section(reasoning, start, prompt)
+        if section is Section.NONE:
+            return None
+        if (name, with_tools) not in self._limits:
+            encode = self._tokenizer.encode_after
+            limit = reasoning.limit(self._tokenizer.pieces, encode, calls_may_follow=with_tools)
+            self._limits[name, with_tools] = limit
+        limit, budget = self._limits[name, with_tools], start.sampling.thinking_token_budget
+        return msgspec.structs.replace(limit, max_tokens=budget, is_open=section is Section.OPEN)
+
+    def _section(self, reasoning: Reasoning, start: pb.GenerationStart, prompt: list[int]) -> Section:
+        """Returns the section of reasoning that follows a prompt."""
         if not start.HasField("chat"):
-            section = reasoning.after_text(self._tokenizer.decode(prompt, include_special_tokens=True))
-        elif chat.continue_final_message:
-            section = reasoning.after_message(content_text(chat.messages[-1]))
-        else:
-            end = self._tokenizer.decode(prompt[-_MAX_END_TOKENS:], include_special_tokens=True)
-            section = reasoning.after_template(end)
-        shows_marks = start.output.include_special_tokens or self.parses_reasoning(start)
-        return reasoning.grammar(grammar, section, max_tokens, shows_marks=shows_marks)
+            return reasoning.after_text(self._tokenizer.decode(prompt, include_special_tokens=True))
+        if start.chat.continue_final_message:
+            return reasoning.after_message(content_text(start.chat.messages[-1]))
+        return reasoning.after_template(self._tokenizer.decode(prompt[-_MAX_END_TOKENS:], include_special_tokens=True))
+
+    def _shows_marks(self, start: pb.GenerationStart) -> bool:
+        return start.output.include_special_tokens or self.parses_reasoning(start)
 
     def _of(self, start: pb.GenerationStart) -> OutputFormats:
         """Returns the formats that a request has parsed."""

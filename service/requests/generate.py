@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+import msgspec
 from google.protobuf.message import Message
 
 import penstock.v1 as pb
@@ -228,7 +229,7 @@ class RequestBuilder:
             request_id=origin.request_id,
             prompt_token_ids=prompt.token_ids,
             block_hashes=prompt.block_hashes,
-            sampling=self._sampling(start),
+            sampling=self._limited(self._sampling(start), start, prompt.token_ids, grammar),
             max_tokens=max_tokens,
             sink=sink,
             make_text=self._make_text(start),
@@ -248,6 +249,14 @@ class RequestBuilder:
         )
         parsers = self._parsing.parsers(start, prompt.token_ids, schemas, is_constrained=bool(grammar))
         return PreparedRequest(request, parsers)
+
+    def _limited(
+        self, sampling: SamplingParams, start: pb.GenerationStart, prompt: list[int], grammar: str
+    ) -> SamplingParams:
+        """Adds the limit on the reasoning."""
+        is_constrained = bool(grammar) and not self._calls.includes_reasoning(start)
+        limit = self._parsing.reasoning_limit(start, prompt, is_constrained=is_constrained)
+        return sampling if limit is None else msgspec.structs.replace(sampling, reasoning=limit)
 
     def _whole_grammar(self, start: pb.GenerationStart, grammar: str, prompt: list[int], max_tokens: int) -> str:
         if not grammar or self._calls.includes_reasoning(start):

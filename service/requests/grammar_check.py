@@ -49,9 +49,11 @@ class GrammarChecks:
                 "added_tokens": list(facts.added_tokens),
             },
             "options": {
-                "special_tokens": special_tokens,
+                "marker_ids": tokenizer.marker_ids,
                 "forces": not tokenizer.spells_with_foreign,
                 "closes_objects": closes_objects,
+                "added_ids": tokenizer.added_ids,
+                "eos_token_ids": list(facts.eos_token_ids),
             },
         }
         self._lane = FairThreadPool("grammars", 1, MAX_WAITING_BYTES)
@@ -201,7 +203,7 @@ def check_constraint(start: pb.GenerationStart) -> None:
     if start.constraint.WhichOneof("kind") is None:
         if any(tool.function.strict for tool in start.chat.tools):
             return  # only its beginning is set, for strict tools, which are ignored here
-        raise invalid("constraint", "set json_schema, any_json, regex, lark, gbnf or choices, or omit constraint")
+        raise invalid("constraint", "set one of its kinds, such as json_schema, or omit constraint")
     for field in ("ignore_eos", "allowed_token_ids"):
         if getattr(start.sampling, field):
             raise invalid("constraint", f"not together with {field}; omit one of them")

@@ -1,12 +1,17 @@
-"""Decides where a constraint begins: reasoning comes first and is unconstrained, then the constraint applies. Works on
-texts, token ids and the source of grammars; another process compiles them."""
+"""Decides where a constraint begins: reasoning comes first and is unconstrained, then the constraint applies. Describes
+how reasoning with a limit is closed. Works on texts, token ids and the source of grammars; another process compiles
+them."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum, auto
 
+from penstock.scheduler.reasoning_limit import MarkerSearch, ReasoningLimit
 from penstock.service.parsers.lark_grammar import escaped, marker_expression
 from penstock.service.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
+from penstock.service.text.token_table import TokenTextTable
 
 REASONING_MARKS = tuple(mark for form in REASONING_FORMATS.values() for mark in form.marks)
 MAX_RESERVED_TOKENS = 1024
@@ -108,5 +113,73 @@ class Reasoning:
         whole = options + "\n".join([f"start: {before} @answer", *rules])
         return json.dumps({"grammars": [{"lark_grammar": whole}, {"name": "answer", "lark_grammar": answer}]})
 
+    def limit(
+        self, table: TokenTextTable, encode: Callable[[str], list[int]], *, calls_may_follow: bool
+    ) -> ReasoningLimit:
+        """Returns a limit of 0 tokens for reasoning that the prompt has opened. ``encode`` returns the tokens of a text
+        that follows others. With ``calls_may_follow``, the model chooses between an answer and a call. Slow for a large
+        vocabulary."""
+        form = self._form
+        more = "" if calls_may_follow else form.before_answer + form.text_opens
+        closing = [self._spelled(form.closes + more, encode)]
+        if form.closes not in self._ids:  # the text may already end with the beginning of the marker
+            closing += [self._spelled(form.closes[at:] + more, encode) for at in range(1, len(form.closes))]
+        opens = _search(form.opens, table, at_beginning=not form.text_opens)
+        return ReasoningLimit(0, True, _search(form.closes, table), tuple(closing), opens)
+
+    def _spelled(self, text: str, encode: Callable[[str], list[int]]) -> tuple[int, ...]:
+        """Returns the tokens of a text, in which each mark that is a token is that token."""
+        marks = "|".join(re.escape(mark) for mark in sorted(self._ids, key=len, reverse=True))
+        parts = [part for part in re.split(f"({marks})", text) if part] if marks else [text]
+        return tuple(
+            token_id for part in parts for token_id in ([self._ids[part]] if part in self._ids else encode(part))
+        )
+
     def _expression(self, text: str) -> str:
         return marker_expression(text, {mark: self._ids[mark] for mark in self._form.marks if mark in self._ids})
+
+
+def _search(marker: str, table: TokenTextTable, *, at_beginning: bool = False) -> MarkerSearch:
+    """Returns how a marker is found in the text of tokens. ``at_beginning``: see ``MarkerSearch``."""
+    wanted = marker.encode()
+    next_state = _first_state if at_beginning else _text_state
+    moves: list[dict[int, int]] = [{} for _ in wanted]
+    by_byte: defaultdict[int, list[tuple[int, bytes]]] = defaultdict(list)
+    for token_id, text in _texts(table):
+        by_byte[text[0]].append((token_id, text))
+        if at_beginning or wanted[0] in text:
+            found = next_state(wanted, 0, text)
+            if found > 0 or (at_beginning and found == 0):
+                moves[0][token_id] = found
+    for state in range(1, len(wanted)):
+        # The text goes on with the marker, or with one that began later.
+        begins = {wanted[state], *(wanted[at] for at in range(1, state) if wanted[:at] == wanted[state - at : state])}
+        for token_id, text in (each for byte in begins for each in by_byte[byte]):
+            found = next_state(wanted, state, text)
+            if found >= 0 and (at_beginning or found != moves[0].get(token_id, 0)):
+                moves[state][token_id] = found
+    return MarkerSearch(len(wanted), tuple(moves), at_beginning)
+
+
+def _texts(table: TokenTextTable) -> Iterator[tuple[int, bytes]]:
+    for token_id, text in enumerate(table.all):
+        content = table.split.get(token_id, b"") if text is None else text.encode()
+        if content:
+            yield token_id, content
+
+
+def _text_state(marker: bytes, state: int, text: bytes) -> int:
+    """Returns the length of the marker's longest beginning at the end of a text that began with ``state`` of its bytes;
+    the marker's length if it is in the text."""
+    whole = marker[:state] + text
+    if marker in whole:
+        return len(marker)
+    return next(size for size in range(min(len(marker) - 1, len(whole)), -1, -1) if whole.endswith(marker[:size]))
+
+
+def _first_state(marker: bytes, state: int, text: bytes) -> int:
+    """The same for a marker at the beginning, after white space; -1: it is not there."""
+    whole = marker[:state] + text if state else text.lstrip()
+    if whole.startswith(marker):
+        return len(marker)
+    return len(whole) if marker.startswith(whole) else -1

@@ -4,7 +4,9 @@ A caller's text always becomes ordinary tokens: special ones come only from the 
 the tokenizer adds around a prompt. Independent of requests and streams.
 """
 
-from collections.abc import Callable, Iterable, Sequence, Set as AbstractSet
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -111,6 +113,23 @@ class Tokenizer:
             facts.special_tokens,
             facts.eos_token_ids,
         )
+
+    @cached_property
+    def added_ids(self) -> Mapping[str, int]:
+        """The ids of the special tokens, and of others that were added to the vocabulary, by their contents."""
+        added = self._library.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token_id < self.vocab_size}
+
+    @cached_property
+    def marker_ids(self) -> Mapping[str, int]:
+        """The ids of added tokens that are not text for the grammar library: special tokens, and others in angle
+        brackets."""
+        added = self.added_ids.items()
+        return {
+            content: token_id
+            for content, token_id in added
+            if token_id in self.special_ids or re.fullmatch("<.*>", content, re.DOTALL)
+        }
 
     @property
     def has_chat_template(self) -> bool:

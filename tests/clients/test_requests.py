@@ -131,6 +131,8 @@ def test_a_bad_line_is_refused_by_field(line, says):
         ({"regex": "a+"}, pb.Constraint(regex="a+")),
         ({"lark": 'start: "a"'}, pb.Constraint(lark='start: "a"')),
         ({"gbnf": 'root ::= "a"'}, pb.Constraint(gbnf='root ::= "a"')),
+        ({"structural_tag_json": '{"format": {}}'}, pb.Constraint(structural_tag_json='{"format": {}}')),
+        ({"structural_tag_json": {"format": {}}}, pb.Constraint(structural_tag_json='{"format": {}}')),
         ({"choices": ["a", "b"]}, pb.Constraint(choices=pb.StringChoices(values=["a", "b"]))),
     ],
 )

@@ -57,6 +57,8 @@ def build_chat_start(body: ChatRequest, headers: Headers, caller: UpstreamCaller
     start.chat.CopyFrom(build_chat(body))
     max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     fill_sampling(start.sampling, body, max_tokens)
+    if body.thinking_token_budget is not None and body.thinking_token_budget >= 0:
+        start.sampling.thinking_token_budget = body.thinking_token_budget
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     fill_output(start.output, body, logprobs, body.prompt_logprobs)
     start.output.parse_reasoning = True
@@ -71,10 +73,11 @@ def build_chat_start(body: ChatRequest, headers: Headers, caller: UpstreamCaller
 
 
 def _check_forced(body: ChatRequest) -> None:
-    """Raises GatewayError for a constraint beside a forced call. ``response_format`` applies only to text, which such
-    an answer does not have."""
+    """Raises GatewayError for a constraint beside a forced call. A ``response_format`` applies only to text, which such
+    an answer does not have, unless it is a structural tag."""
     field = constraint_field(body)
-    if field not in (None, "response_format"):
+    is_of_text = body.response_format is not None and body.response_format.type != "structural_tag"
+    if field is not None and not (field == "response_format" and is_of_text):
         raise invalid("tool_choice", f"cannot force a call together with {field}: send one of them")
 
 

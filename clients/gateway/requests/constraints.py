@@ -10,8 +10,9 @@ from penstock.clients.constraints import STARTS, is_gbnf
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.field_names import Names
 from penstock.clients.gateway.requests.tool_choice import forces_call
-from penstock.clients.gateway.schemas.chat import ChatRequest, ResponseFormat
-from penstock.clients.gateway.schemas.common import GenerationBody, StructuredOutputs
+from penstock.clients.gateway.schemas.chat import ChatRequest
+from penstock.clients.gateway.schemas.common import GenerationBody, ResponseFormat, StructuredOutputs
+from penstock.clients.gateway.schemas.completions import CompletionRequest
 from penstock.v1 import AnyJson, Constraint, StringChoices
 
 
@@ -36,7 +37,9 @@ def _named(body: GenerationBody) -> list[tuple[str, Constraint]]:
         field = f"guided_{kind}"
         if (value := getattr(body, field)) is not None:
             found.append((field, _constraint(kind, value, field)))
-    if isinstance(body, ChatRequest) and body.response_format is not None:
+    if body.structural_tag is not None:
+        found.append(("structural_tag", _constraint("structural_tag", body.structural_tag, "structural_tag")))
+    if isinstance(body, ChatRequest | CompletionRequest) and body.response_format is not None:
         wanted = _response_format(body.response_format)
         if wanted is not None:
             found.append(("response_format", wanted))
@@ -48,7 +51,8 @@ def _structured(given: StructuredOutputs) -> Constraint:
     if options.get("json_object") is False:
         del options["json_object"]
     if len(options) != 1:
-        raise invalid("structured_outputs", "must have one of json, regex, choice, grammar or json_object")
+        kinds = "json, regex, choice, grammar, json_object or structural_tag"
+        raise invalid("structured_outputs", f"must have one of {kinds}")
     [(kind, value)] = options.items()
     return _constraint(kind, value, f"structured_outputs.{kind}")
 
@@ -64,6 +68,8 @@ def _constraint(kind: str, value: Any, field: str) -> Constraint:
             return Constraint(choices=StringChoices(values=value))
         case "grammar":
             return Constraint(gbnf=value) if is_gbnf(value) else Constraint(lark=value)
+        case "structural_tag":
+            return Constraint(structural_tag_json=_json_text(field, value, "is not a structural tag"))
     return Constraint(any_json=AnyJson())
 
 
@@ -77,17 +83,24 @@ def _response_format(given: ResponseFormat) -> Constraint | None:
             if given.json_schema is None:
                 raise invalid("response_format.json_schema", "is required: an object with name and schema")
             field, schema = "response_format.json_schema.schema", given.json_schema.json_schema
+        case "structural_tag":
+            return _constraint("structural_tag", given.structural_tag, "response_format")
         case _:
-            raise invalid("response_format.type", "must be text, json_object or json_schema")
+            raise invalid("response_format.type", "must be text, json_object, json_schema or structural_tag")
     return Constraint(any_json=AnyJson()) if schema is None else _schema(field, schema)
 
 
 def _schema(field: str, schema: str | Mapping[str, Any]) -> Constraint:
+    return Constraint(json_schema=_json_text(field, schema, "is not a JSON schema"))
+
+
+def _json_text(field: str, value: str | Mapping[str, Any], problem: str) -> str:
     try:
-        text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False, allow_nan=False)
-        return Constraint(json_schema=text)
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+        return text
     except (ValueError, RecursionError):
-        raise invalid(field, "is not a JSON schema") from None
+        raise invalid(field, problem) from None
 
 
 def constraint_field(body: GenerationBody) -> str | None:
@@ -106,7 +119,7 @@ def constraint_names(body: GenerationBody) -> Names:
     field = constraint_field(body)
     if field == "structured_outputs":
         return _STRUCTURED_NAMES
-    if isinstance(body, ChatRequest) and body.response_format is not None and field == "response_format":
+    if isinstance(body, ChatRequest | CompletionRequest) and body.response_format and field == "response_format":
         schema = "schema" if body.response_format.type == "json_object" else "json_schema.schema"
         return ((r"constraint\.json_schema", f"response_format.{schema}"), (_CONSTRAINT, "response_format"))
     return ((_CONSTRAINT, field or "constrained_decoding_start"),)
@@ -118,5 +131,6 @@ _STRUCTURED_NAMES: Names = (
     (r"constraint\.json_schema", "structured_outputs.json"),
     (r"constraint\.regex", "structured_outputs.regex"),
     (r"constraint\.(lark|gbnf)", "structured_outputs.grammar"),
+    (r"constraint\.structural_tag_json", "structured_outputs.structural_tag"),
     (_CONSTRAINT, "structured_outputs"),
 )

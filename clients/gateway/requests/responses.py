@@ -15,11 +15,9 @@ from penstock.clients.gateway.schemas.chat import (
     ChatRequest,
     ChatRequestMessage,
     FunctionCall,
-    JsonSchema,
     MessageToolCall,
-    ResponseFormat,
 )
-from penstock.clients.gateway.schemas.common import SamplingBody
+from penstock.clients.gateway.schemas.common import JsonSchema, ResponseFormat, SamplingBody
 from penstock.clients.gateway.schemas.response_tools import AnyTool
 from penstock.clients.gateway.schemas.responses import (
     AdditionalToolsItem,

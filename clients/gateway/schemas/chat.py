@@ -11,6 +11,7 @@ from penstock.clients.gateway.schemas.common import (
     Items,
     Lenient,
     PromptLogprobs,
+    ResponseFormat,
     TokenLimit,
     UInt32,
     UsageInfo,
@@ -74,28 +75,6 @@ Messages = Annotated[list[ChatRequestMessage], Field(min_length=1, max_length=40
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class JsonSchema(BaseModel):
-    """A JSON schema with a name."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
-
-    name: str | None = None
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
-
-
-class ResponseFormat(Lenient):
-    """The format that the answer must have."""
-
-    type: str = Field(description="text, json_object or json_schema.")
-    json_schema: JsonSchema | None = None
-    """The schema that the answer must match, with or without `strict`."""
-    object_schema: dict[str, Any] | None = Field(
-        None,
-        alias="schema",
-        description="With json_object: a JSON schema that the answer must match. An extension from llama.cpp.",
-    )
-
-
 class ChatRequest(GenerationBody):
     """A request to answer a conversation."""
 
@@ -114,6 +93,9 @@ class ChatRequest(GenerationBody):
     """Whether an answer may have several tool calls. If false, only the first is kept."""
     response_format: ResponseFormat | None = Field(None, description="The format that the answer must have.")
     reasoning_effort: str | None = Field(None, description="Passed to the chat template, if it has such a variable.")
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=2**32 - 1)] | None = None
+    """The maximum number of reasoning tokens of each choice; then the reasoning is closed and the answer begins. 0: no
+    reasoning; -1: no limit, which is the default."""
     verbosity: Literal["low", "medium", "high"] | None = None
     """Passed to the chat template, if it has such a variable."""
     include_reasoning: bool | None = Field(None, description="Whether to return the model's reasoning. Default: true.")

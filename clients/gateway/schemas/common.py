@@ -150,6 +150,41 @@ class StructuredOutputs(Strict):
     choice: FewTexts | None = Field(None, description="The output is one of these texts.")
     grammar: str | None = Field(None, description="The output matches this grammar, written in Lark or GBNF.")
     json_object: bool | None = Field(None, description="If true, the output is any JSON object.")
+    structural_tag: str | dict[str, Any] | None = Field(None, description="The output matches this structural tag.")
+
+
+class JsonSchema(BaseModel):
+    """A JSON schema with a name."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
+
+    name: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class ResponseFormat(Lenient):
+    """The format that the answer must have."""
+
+    type: str = Field(description="text, json_object, json_schema or structural_tag.")
+    json_schema: JsonSchema | None = None
+    """The schema that the answer must match, with or without `strict`."""
+    object_schema: dict[str, Any] | None = Field(
+        None,
+        alias="schema",
+        description="With json_object: a JSON schema that the answer must match. An extension from llama.cpp.",
+    )
+    format: Any = None
+    """The format of a structural_tag, as in vLLM and xgrammar."""
+    structures: Any = None
+    """The older form of a structural_tag: objects with the begin, schema and end of a tagged part."""
+    triggers: Any = None
+    """The strings that begin the tagged parts of structures."""
+
+    @property
+    def structural_tag(self) -> dict[str, Any]:
+        """The structural tag, without the fields that are not set."""
+        tag = {"format": self.format, "structures": self.structures, "triggers": self.triggers}
+        return {"type": "structural_tag"} | {name: value for name, value in tag.items() if value is not None}
 
 
 class QueuedBody(Body):
@@ -201,6 +236,8 @@ class SamplingBody(QueuedBody):
     guided_regex: str | None = Field(None, description="The older name of structured_outputs.regex.")
     guided_choice: FewTexts | None = Field(None, description="The older name of structured_outputs.choice.")
     guided_grammar: str | None = Field(None, description="The older name of structured_outputs.grammar.")
+    structural_tag: str | dict[str, Any] | None = None
+    """The older name of structured_outputs.structural_tag."""
     constrained_decoding_start: Literal["after_reasoning", "first_token"] | None = Field(
         None,
         description="Where a constraint on the output starts to apply: after the model's reasoning, which is "

@@ -8,6 +8,7 @@ from penstock.clients.gateway.schemas.common import (
     GenerationBody,
     PromptLogprobs,
     Prompts,
+    ResponseFormat,
     TokenLimit,
     UInt32,
     UsageInfo,
@@ -34,6 +35,7 @@ class CompletionRequest(GenerationBody):
     echo: bool | None = None
     """Whether to return the prompt before the output, with its log-probabilities if requested."""
     best_of: UInt32 | None = Field(None, description="Must equal n: all choices that are generated are returned.")
+    response_format: ResponseFormat | None = Field(None, description="The format that the output must have.")
     suffix: str | None = Field(None, description="Not supported: text can only be continued, not inserted.")
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens to a text, such as a beginning-of-sequence token. Default: true."""

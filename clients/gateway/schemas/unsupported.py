@@ -27,8 +27,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "moderation": (None,),
     "repetition_detection": (None,),
     "spaces_between_special_tokens": (None, True),
-    "structural_tag": (None,),
-    "thinking_token_budget": (None,),
     "truncate_prompt_tokens": (None,),
     "use_beam_search": (None, False),
     "vllm_xargs": (None, {}),

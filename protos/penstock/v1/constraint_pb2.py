@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpenstock/v1/constraint.proto\x12\x0bpenstock.v1\"\xf6\x01\n\nConstraint\x12\x1a\n\x0bjson_schema\x18\x01 \x01(\tB\x03\x80\x01\x01H\x00\x12(\n\x08\x61ny_json\x18\x02 \x01(\x0b\x32\x14.penstock.v1.AnyJsonH\x00\x12\x14\n\x05regex\x18\x03 \x01(\tB\x03\x80\x01\x01H\x00\x12\x13\n\x04lark\x18\x04 \x01(\tB\x03\x80\x01\x01H\x00\x12\x13\n\x04gbnf\x18\x05 \x01(\tB\x03\x80\x01\x01H\x00\x12-\n\x07\x63hoices\x18\x06 \x01(\x0b\x32\x1a.penstock.v1.StringChoicesH\x00\x12+\n\x05start\x18\x07 \x01(\x0e\x32\x1c.penstock.v1.ConstraintStartB\x06\n\x04kind\"\t\n\x07\x41nyJson\"$\n\rStringChoices\x12\x13\n\x06values\x18\x01 \x03(\tB\x03\x80\x01\x01*{\n\x0f\x43onstraintStart\x12 \n\x1c\x43ONSTRAINT_START_UNSPECIFIED\x10\x00\x12$\n CONSTRAINT_START_AFTER_REASONING\x10\x01\x12 \n\x1c\x43ONSTRAINT_START_FIRST_TOKEN\x10\x02\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpenstock/v1/constraint.proto\x12\x0bpenstock.v1\"\x9a\x02\n\nConstraint\x12\x1a\n\x0bjson_schema\x18\x01 \x01(\tB\x03\x80\x01\x01H\x00\x12(\n\x08\x61ny_json\x18\x02 \x01(\x0b\x32\x14.penstock.v1.AnyJsonH\x00\x12\x14\n\x05regex\x18\x03 \x01(\tB\x03\x80\x01\x01H\x00\x12\x13\n\x04lark\x18\x04 \x01(\tB\x03\x80\x01\x01H\x00\x12\x13\n\x04gbnf\x18\x05 \x01(\tB\x03\x80\x01\x01H\x00\x12-\n\x07\x63hoices\x18\x06 \x01(\x0b\x32\x1a.penstock.v1.StringChoicesH\x00\x12\"\n\x13structural_tag_json\x18\x08 \x01(\tB\x03\x80\x01\x01H\x00\x12+\n\x05start\x18\x07 \x01(\x0e\x32\x1c.penstock.v1.ConstraintStartB\x06\n\x04kind\"\t\n\x07\x41nyJson\"$\n\rStringChoices\x12\x13\n\x06values\x18\x01 \x03(\tB\x03\x80\x01\x01*{\n\x0f\x43onstraintStart\x12 \n\x1c\x43ONSTRAINT_START_UNSPECIFIED\x10\x00\x12$\n CONSTRAINT_START_AFTER_REASONING\x10\x01\x12 \n\x1c\x43ONSTRAINT_START_FIRST_TOKEN\x10\x02\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,14 +40,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONSTRAINT'].fields_by_name['lark']._serialized_options = b'\200\001\001'
   _globals['_CONSTRAINT'].fields_by_name['gbnf']._loaded_options = None
   _globals['_CONSTRAINT'].fields_by_name['gbnf']._serialized_options = b'\200\001\001'
+  _globals['_CONSTRAINT'].fields_by_name['structural_tag_json']._loaded_options = None
+  _globals['_CONSTRAINT'].fields_by_name['structural_tag_json']._serialized_options = b'\200\001\001'
   _globals['_STRINGCHOICES'].fields_by_name['values']._loaded_options = None
   _globals['_STRINGCHOICES'].fields_by_name['values']._serialized_options = b'\200\001\001'
-  _globals['_CONSTRAINTSTART']._serialized_start=343
-  _globals['_CONSTRAINTSTART']._serialized_end=466
+  _globals['_CONSTRAINTSTART']._serialized_start=379
+  _globals['_CONSTRAINTSTART']._serialized_end=502
   _globals['_CONSTRAINT']._serialized_start=46
-  _globals['_CONSTRAINT']._serialized_end=292
-  _globals['_ANYJSON']._serialized_start=294
-  _globals['_ANYJSON']._serialized_end=303
-  _globals['_STRINGCHOICES']._serialized_start=305
-  _globals['_STRINGCHOICES']._serialized_end=341
+  _globals['_CONSTRAINT']._serialized_end=328
+  _globals['_ANYJSON']._serialized_start=330
+  _globals['_ANYJSON']._serialized_end=339
+  _globals['_STRINGCHOICES']._serialized_start=341
+  _globals['_STRINGCHOICES']._serialized_end=377
 # @@protoc_insertion_point(module_scope)

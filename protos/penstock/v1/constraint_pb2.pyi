@@ -32,7 +32,7 @@ class _ConstraintStartEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Const
     prompt opens with <think> or [THINK] and does not close, or, if the chat template contains one of these, that the
     model opens as the first thing in its output. Reasoning may contain any token except the model's end of sequence. A
     quarter of `max_tokens`, but no more than 1,024, is reserved for the answer: reasoning that uses up the rest is
-    closed, if the model has a token for that. Without reasoning, the constraint applies from the first token.
+    closed, if the model has a token for that. `sampling.thinking_token_budget` closes it earlier. Without reasoning, the constraint applies from the first token.
     """
     CONSTRAINT_START_FIRST_TOKEN: _ConstraintStart.ValueType  # 2
     """At the first token: the output has no reasoning, even if the prompt has opened it."""
@@ -47,7 +47,7 @@ CONSTRAINT_START_AFTER_REASONING: ConstraintStart.ValueType  # 1
 prompt opens with <think> or [THINK] and does not close, or, if the chat template contains one of these, that the
 model opens as the first thing in its output. Reasoning may contain any token except the model's end of sequence. A
 quarter of `max_tokens`, but no more than 1,024, is reserved for the answer: reasoning that uses up the rest is
-closed, if the model has a token for that. Without reasoning, the constraint applies from the first token.
+closed, if the model has a token for that. `sampling.thinking_token_budget` closes it earlier. Without reasoning, the constraint applies from the first token.
 """
 CONSTRAINT_START_FIRST_TOKEN: ConstraintStart.ValueType  # 2
 """At the first token: the output has no reasoning, even if the prompt has opened it."""
@@ -72,6 +72,7 @@ class Constraint(_message.Message):
     LARK_FIELD_NUMBER: _builtins.int
     GBNF_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_TAG_JSON_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """A JSON schema as JSON text, 1 byte to 256 KiB. The output is JSON that the schema describes."""
@@ -81,6 +82,12 @@ class Constraint(_message.Message):
     """A context-free grammar in Lark format. The output matches its rule `start`. 1 byte to 256 KiB."""
     gbnf: _builtins.str
     """A context-free grammar in GBNF, the format of llama.cpp. The output matches its rule `root`. 1 byte to 256 KiB."""
+    structural_tag_json: _builtins.str
+    """A structural tag as JSON text, as vLLM, SGLang and xgrammar have it: text with tagged parts, each of which matches
+    a format of its own, such as a JSON schema. Both forms are accepted, with `structures` and `triggers`, or with
+    `format`. Special tokens spelled in its tags are these tokens. A format that cannot be enforced is
+    INVALID_ARGUMENT. 1 byte to 256 KiB, at most 64 levels of formats, without those of schemas.
+    """
     start: Global___ConstraintStart.ValueType
     """Where the constraint begins to apply. Default: CONSTRAINT_START_AFTER_REASONING."""
     @_builtins.property
@@ -100,13 +107,14 @@ class Constraint(_message.Message):
         lark: _builtins.str = ...,
         gbnf: _builtins.str = ...,
         choices: Global___StringChoices | None = ...,
+        structural_tag_json: _builtins.str = ...,
         start: Global___ConstraintStart.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["any_json", b"any_json", "choices", b"choices", "gbnf", b"gbnf", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["any_json", b"any_json", "choices", b"choices", "gbnf", b"gbnf", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex", "structural_tag_json", b"structural_tag_json"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_json", b"any_json", "choices", b"choices", "gbnf", b"gbnf", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_json", b"any_json", "choices", b"choices", "gbnf", b"gbnf", "json_schema", b"json_schema", "kind", b"kind", "lark", b"lark", "regex", b"regex", "start", b"start", "structural_tag_json", b"structural_tag_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "any_json", "regex", "lark", "gbnf", "choices"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "any_json", "regex", "lark", "gbnf", "choices", "structural_tag_json"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,15 +12,11 @@ import httpx
 import jsonschema
 import psutil
 import pytest
-import tokenizers
-import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from safetensors.torch import save_file
-from tokenizers import AddedToken
+from thinker import CLOSES, OPENS, write_thinker
 from waiting import wait_until
 
 import penstock.v1 as pb
-from penstock.models.architecture.registry import spec_from_config
 from penstock.service.app.embedded import local_service
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import (
@@ -32,21 +27,6 @@ from penstock.v1 import (
     generation_pb2_grpc as pb_grpc,
 )
 
-OPENS, CLOSES = 258, 259
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 260, "hidden_size": 32, "intermediate_size": 32,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 512,
-    "tie_word_embeddings": True, "dtype": "float32", "eos_token_id": 256,
-}  # fmt: skip
-TEMPLATE = (
-    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}{% if not loop.last or add_generation_prompt %}<|end|>"
-    "{% endif %}{% if m.tool_calls %}<tool_call>\n"
-    '{"name": "{{ m.tool_calls[0].function.name }}", "arguments": {{ m.tool_calls[0].function.arguments | tojson }}}\n'
-    "</tool_call>{% endif %}{% endfor %}{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
-    "{% if add_generation_prompt %}<|turn|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
-    "{% elif wait is not defined %}<think>\n{% endif %}{% endif %}"
-)
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
@@ -54,27 +34,10 @@ SOON = {str(CLOSES): 3.5}
 """Closes the reasoning after some tokens."""
 
 
-def _write_model(path: Path) -> Path:
-    byte_tokens = json.loads((path / "tokenizer.json").read_text())
-    library = tokenizers.Tokenizer.from_str(json.dumps(byte_tokens))
-    library.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
-    library.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    generator = torch.Generator().manual_seed(3)
-    tensors = {
-        name: torch.normal(float(name.endswith("norm.weight")), 0.1, size, generator=generator)
-        for name, size in spec_from_config(CONFIG).tensors()
-    }
-    save_file(tensors, path / "model.safetensors")
-    return path
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Iterator[str]:
-    path = tmp_path_factory.mktemp("thinker")
-    (path / "tokenizer.json").write_text((byte_tokenizer.directory / "tokenizer.json").read_text())
-    with local_service(str(_write_model(path)), backend="reference", threads=1, kv_cache_memory_bytes="64M") as target:
+    path = write_thinker(tmp_path_factory.mktemp("thinker"), byte_tokenizer.directory)
+    with local_service(str(path), backend="reference", threads=1, kv_cache_memory_bytes="64M") as target:
         yield target
 
 
@@ -182,7 +145,7 @@ def _wait_until_replaced(target: str, killed: psutil.Process, channel: grpc.Chan
     wait_until(lambda: health.Check(request, timeout=120).status == health_pb2.HealthCheckResponse.SERVING)
 
 
-@pytest.mark.parametrize("where", ["reasoning", "answer"])
+@pytest.mark.parametrize("where", ["reasoning", "answer", pytest.param("limited reasoning", marks=pytest.mark.soak)])
 def test_a_new_worker_goes_on_where_the_old_one_died(target: str, where: str) -> None:
     """Within reasoning, which then has as many tokens as it would have had, or after it. Repeated until the kill comes
     before the end: a busy machine may run this client later than the whole request."""
@@ -190,7 +153,9 @@ def test_a_new_worker_goes_on_where_the_old_one_died(target: str, where: str) ->
     constraint = Constraint(regex="[ab]{90}")
     output = pb.OutputOptions(format=pb.OUTPUT_FORMAT_TOKEN_IDS)
     start = pb.GenerationStart(chat=_chat("hi"), sampling=sampling, constraint=constraint, output=output)
-    kill_after = 60 if where == "reasoning" else 305
+    kill_after = 305 if where == "answer" else 60
+    if where == "limited reasoning":
+        start.sampling.thinking_token_budget = 200
     restarts = 0
     with grpc.insecure_channel(target) as channel:
         while not restarts:
@@ -206,7 +171,7 @@ def test_a_new_worker_goes_on_where_the_old_one_died(target: str, where: str) ->
                 restarts = message.finished.timings.restarts
             _wait_until_replaced(target, worker, channel)
     num_reasoning = token_ids.index(CLOSES)
-    assert num_reasoning == 400 - 100 - 1
+    assert num_reasoning == (200 if where == "limited reasoning" else 400 - 100 - 1)
     assert re.fullmatch(
         r"[ \n]{0,2}[ab]{90}", bytes(each for each in token_ids[num_reasoning + 1 :] if each < 256).decode()
     )

@@ -308,7 +308,7 @@ def test_rows_without_a_grammar_are_unaffected(make_runner, tokenizer):
     [("choices", '["<|im_end|>"]'), ("regex", r"<\|im_end\|>"), ("json_schema", '{"const": "<|im_end|>"}')],
 )
 def test_what_spells_a_special_token_is_text(make_runner, tokenizer, kind, text):
-    grammar = to_grammar(kind, text, ["<|im_end|>"])
+    grammar = to_grammar(kind, text, {"<|im_end|>": 4095})
     row = Row(make_runner(), prompt_of(tokenizer), SEEDED, grammar).run()
     assert tokenizer.decode_str(row.output[:-1]).strip('"') == "<|im_end|>"
 

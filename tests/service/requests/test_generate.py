@@ -110,6 +110,13 @@ async def test_without_a_template_chat_is_refused(convert, make_builder, byte_to
     assert error.value.reason is Reason.NO_CHAT_TEMPLATE
 
 
+async def test_a_limit_on_reasoning_needs_a_known_format(convert):
+    start = pb.GenerationStart(text="hi", sampling=pb.SamplingParams(thinking_token_budget=0))
+    with pytest.raises(ServiceError, match="--reasoning-parser") as refused:
+        await convert(start)
+    assert (refused.value.reason, refused.value.field) == (Reason.INVALID_FIELD, "sampling.thinking_token_budget")
+
+
 @pytest.mark.parametrize(
     ("asked", "gets"), [(95, 95), (96, 96), (97, 96), (4096, 96), (10**6, 96), (2**32 - 1, 96), (None, 96)]
 )

@@ -4,12 +4,14 @@ import json
 
 import grpc
 import pytest
+from thinker import write_thinker
 
 import penstock.v1 as pb
+from penstock.models.structured_output.compiler import compile_grammar, read_tokenizer, to_grammar
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.errors import ServiceError
 from penstock.service.requests import chat as chat_module
-from penstock.service.requests.answer_formats import AnswerFormats, OutputFormats
+from penstock.service.requests.answer_formats import AnswerFormats, OutputFormats, find_formats
 from penstock.service.requests.chat import ToolSchemas, parse_chat
 from penstock.service.requests.tool_choice import CallConstraints
 from penstock.service.text.tokenizer import Tokenizer
@@ -129,6 +131,25 @@ BOTH = pb.OutputOptions(parse_reasoning=True, parse_tool_calls=True)
 async def complete(service, start):
     response = await service.generation.Complete(pb.CompleteRequest(start=start))
     return response.choices[0], response.finished
+
+
+def test_markers_in_angle_brackets_are_tokens(tmp_path, byte_tokenizer):
+    """Also where the tokenizer does not call them special, as Qwen's: the grammar library has them as no text."""
+    marks = ("<tool_call>", "</tool_call>", "plain")
+    tokenizer = Tokenizer(write_thinker(tmp_path, byte_tokenizer.directory, "", marks))
+    assert tokenizer.special_ids == {256, 257}
+    assert tokenizer.marker_ids == {"<|end|>": 256, "<|turn|>": 257, "<tool_call>": 258, "</tool_call>": 259}
+    formats = find_formats(tokenizer, "hermes")
+    lark = CallConstraints(formats).constraint(start_of(tool(), function="look")).lark
+    facts = tokenizer.facts
+    library = read_tokenizer(str(tmp_path), facts.special_tokens, facts.num_ids, facts.eos_token_ids)
+    matcher = compile_grammar(library, to_grammar("lark", lark, tokenizer.marker_ids)).deep_copy()
+    call = [258, *b'\n{"name": "look", "arguments": {}}\n', 259]
+    assert matcher.consume_tokens(call)
+    assert matcher.is_accepting()
+    for text in ("<tool_call>", "<|turn|>"):
+        choices = to_grammar("choices", json.dumps([f"{text}a"]), tokenizer.marker_ids)
+        assert compile_grammar(library, choices).deep_copy().consume_tokens([*text.encode(), ord("a")])
 
 
 async def test_over_a_socket(service):

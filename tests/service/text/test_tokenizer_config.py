@@ -135,7 +135,7 @@ def test_grammars_know_them(write, layout):
     known = read_tokenizer(str(served.directory), *arguments)
     assert known.vocab_size == served.vocab_size
     assert all(map(known.is_special_token, served.special_ids))
-    matcher = LLMatcher(known, to_grammar("regex", f"a{re.escape(PLAIN)}b", facts.special_tokens))
+    matcher = LLMatcher(known, to_grammar("regex", f"a{re.escape(PLAIN)}b", served.marker_ids))
     plain = {content: token_id for token_id, content in facts.added_tokens}.get(PLAIN)
     for token_id in [ord("a"), *([plain] if plain else PLAIN.encode()), ord("b"), facts.eos_token_ids[0]]:
         assert matcher.consume_token(token_id)

@@ -1,5 +1,6 @@
 """Of chats and completions, OpenAI's fields and those that vLLM adds, and what Responses have in common with them."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +84,10 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url":
 NO_OPTIONS = {"stream_options": None}
 GREEDY = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "word", "schema": {"const": "first"}}}
+TAG = {
+    "type": "structural_tag",
+    "format": {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "firs[t]"}, "end": "</a>"},
+}
 
 OF_ALL = (
     Case("priority", "lower runs first, under --scheduling-policy priority", {"priority": -5}),
@@ -123,8 +128,11 @@ SAMPLING = (
          {"skip_special_tokens": False, "ignore_eos": True, "logit_bias": {str(END): 100}}, shows_the_end),
     Case("skip_special_tokens", "they are left out",
          {"skip_special_tokens": True, "ignore_eos": True, "logit_bias": {str(END): 100}}, shows_no_end),
-    Case("structured_outputs", "regex, choice, grammar (Lark or GBNF), json or json_object: what the text matches",
+    Case("structured_outputs",
+         "regex, choice, grammar (Lark or GBNF), json, json_object or structural_tag: what the text matches",
          {"structured_outputs": {"regex": "ver[y] first"}}, is_said("very first")),
+    Case("structured_outputs", "", {"structured_outputs": {"structural_tag": json.dumps(TAG)}},
+         is_said("<a>first</a>")),
     Case("structured_outputs", "two of them", {"structured_outputs": {"regex": "a", "json_object": True}},
          support=REFUSED),
     *(
@@ -134,6 +142,7 @@ SAMPLING = (
             ("guided_grammar", 'root ::= "very" " first"', "very first"),
             ("guided_json", {"const": "first"}, '"first"'),
             ("guided_regex", "ver[y] first", "very first"),
+            ("structural_tag", TAG, "<a>first</a>"),
         )
     ),
     Case("constrained_decoding_start", "after_reasoning: structured_outputs and the like hold for the answer",
@@ -147,7 +156,7 @@ SAMPLING = (
             "cache_salt": "x", "guided_decoding_backend": "a", "guided_whitespace_pattern": "a",
             "kv_transfer_params": {"a": 1},
             "length_penalty": 2.0, "logits_processors": ["a"], "repetition_detection": {"a": 1},
-            "spaces_between_special_tokens": False, "structural_tag": "a", "use_beam_search": True,
+            "spaces_between_special_tokens": False, "use_beam_search": True,
             "vllm_xargs": {"a": 1},
         }.items()
     ),
@@ -180,6 +189,13 @@ OF_BOTH = (
          support=REFUSED),
     Case("stream_options", "continuous_usage_stats, with include_usage: usage so far, with each chunk",
          {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}, whole=NO_OPTIONS),
+    Case("response_format", "text", {"response_format": {"type": "text"}}),
+    Case("response_format", "json_object", {"response_format": {"type": "json_object"}}),
+    Case("response_format", "json_object with a schema",
+         {"response_format": {"type": "json_object", "schema": {"const": "first"}}}, is_said('"first"')),
+    Case("response_format", "json_schema", {"response_format": SCHEMA}, is_said('"first"')),
+    Case("response_format", "structural_tag", {"response_format": TAG}, is_said("<a>first</a>")),
+    Case("response_format", "other types", {"response_format": {"type": "xml"}}, support=REFUSED),
     Case("user", "", {"user": "me"}, support=IGNORED),
 )  # fmt: skip
 
@@ -225,17 +241,15 @@ OF_CHAT = (
     Case("include_reasoning", "reasoning has a field of its own", says(REASONED), has_reasoning, service="scripted"),
     Case("include_reasoning", "false leaves it out", {**says(REASONED), "include_reasoning": False}, has_no_reasoning,
          service="scripted"),
-    Case("response_format", "text", {"response_format": {"type": "text"}}),
-    Case("response_format", "json_object", {"response_format": {"type": "json_object"}}),
-    Case("response_format", "json_object with a schema",
-         {"response_format": {"type": "json_object", "schema": {"const": "first"}}}, is_said('"first"')),
-    Case("response_format", "json_schema", {"response_format": SCHEMA}, is_said('"first"')),
-    Case("response_format", "other types", {"response_format": {"type": "xml"}}, support=REFUSED),
     Case("continue_final_message", "the output goes on with it", CONTINUED, has_a_shorter_prompt),
     Case("echo", "puts that message before the output", {**CONTINUED, "echo": True}, begins_with_the_message),
     Case("add_generation_prompt", "false opens no turn", {"add_generation_prompt": False}, has_a_shorter_prompt),
     Case("add_special_tokens", "false: the template has them", {"add_special_tokens": False}),
     Case("add_special_tokens", "true", {"add_special_tokens": True}, support=REFUSED),
+    Case("thinking_token_budget", "the most reasoning tokens, after which the answer begins",
+         {**says(REASONED), "thinking_token_budget": 50}, has_reasoning, service="scripted"),
+    Case("thinking_token_budget", "-1: no limit", {"thinking_token_budget": -1}),
+    Case("thinking_token_budget", "without a known format of reasoning", {"thinking_token_budget": 5}, support=REFUSED),
     Case("reasoning_effort", "a variable of the template", {"reasoning_effort": "low"}),
     Case("documents", "a variable of the template", {"documents": [{"text": "a"}]}),
     Case("verbosity", "a variable of the template", {"verbosity": "low"}),
@@ -251,7 +265,7 @@ OF_CHAT = (
         for name, value in {
             "audio": {"voice": "alloy", "format": "wav"}, "chat_template": "{{ messages }}", "function_call": "auto",
             "functions": [{"name": "f"}], "mm_processor_kwargs": {"a": 1}, "modalities": ["audio"],
-            "thinking_token_budget": 5, "web_search_options": {},
+            "web_search_options": {},
         }.items()
     ),
 )  # fmt: skip
