@@ -1,6 +1,6 @@
 """The worker's rows: the authority on each row's position between plans. Plain data and integers; uses no tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,8 @@ class Row:
     tenant: str = ""
     matcher: GrammarMatcher | None = None
     """Set if the row's output must match a grammar."""
+    prediction: list[int] = field(default_factory=list)
+    """The output that the caller expects; empty if it expects none."""
     is_dropped: bool = False
     """Whether a plan has dropped the row; a step that began earlier may still compute it."""
 
@@ -131,6 +133,7 @@ class RowTable:
             None if added.pooling is None else PooledRow(added.pooling, len(added.token_ids), self.hidden_size),
             added.max_drafts,
             added.tenant,
+            prediction=added.prediction,
         )
         self._rows[added.row] = row
         self._extend(row, added.block_ids)

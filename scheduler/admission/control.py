@@ -103,7 +103,7 @@ class AdmissionControl:
         check_rate(Rated.TOKEN, num_tokens, self._context.tenants.rate_limit(request.tenant), self._context.clock())
 
     def _check_queue(self, request: Request) -> None:
-        config, waiting, num_tokens = self._context.config, self._context.waiting, request.num_prompt_tokens
+        config, waiting, num_tokens = self._context.config, self._context.waiting, request.num_queued_tokens
         if not self._is_within_share(request):
             if waiting.queued.requests + 1 > config.max_queued_requests:
                 message = f"requests waiting already: {waiting.queued.requests}"
@@ -127,7 +127,7 @@ class AdmissionControl:
         if not waiting.by_turns:
             return False
         share = self._context.tenants.share_of(request.tenant)
-        requests, tokens = waiting.queued_of(request.tenant).plus(1, request.num_prompt_tokens)
+        requests, tokens = waiting.queued_of(request.tenant).plus(1, request.num_queued_tokens)
         return requests <= share * config.max_queued_requests and tokens <= share * config.max_queued_tokens
 
     def _check_tenant(self, request: Request) -> None:

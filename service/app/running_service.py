@@ -112,6 +112,7 @@ class RunningService:
             max_sequence_tokens,
             max_retain_s=conversations.ttl_s,
             max_drafts=config.max_drafts,
+            drafts_predictions=config.drafts_predictions,
             grammars=self.grammars,
             defaults=config.sampling_defaults,
             generates=config.generates,

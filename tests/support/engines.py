@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.models.backends.base import Backend, load_backend
-from penstock.models.speculative.controller import Drafted, SpeculationController
+from penstock.models.speculative.controller import SpeculationController
 from penstock.models.speculative.cost_model import StepCost
+from penstock.models.speculative.draft_rows import Drafted
 from penstock.models.speculative.drafter import Drafter, Wanted, valid_part
 from penstock.models.structured_output.manager import grammars_of
 from penstock.models.worker.runner import Runner

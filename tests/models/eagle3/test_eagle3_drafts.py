@@ -14,8 +14,9 @@ import torch
 from penstock.models.backends.base import load_backend
 from penstock.models.checkpoint.checkpoint import resolve_model
 from penstock.models.executor.process import WorkerProcess
-from penstock.models.speculative.controller import Drafted, SpeculationController
+from penstock.models.speculative.controller import SpeculationController
 from penstock.models.speculative.cost_model import StepCost
+from penstock.models.speculative.draft_rows import Drafted
 from penstock.models.speculative.drafter import Wanted
 from penstock.models.speculative.eagle import drafter as eagle
 from penstock.models.train_demo.eagle3 import draft
