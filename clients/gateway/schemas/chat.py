@@ -96,6 +96,13 @@ class ResponseFormat(Lenient):
     )
 
 
+class PredictedOutput(Lenient):
+    """The output that the caller expects."""
+
+    type: Literal["content"]
+    content: str | Items[ChatTextPart] = Field(description="The text, or its parts, which are lines.")
+
+
 class ChatRequest(GenerationBody):
     """A request to answer a conversation."""
 
@@ -113,6 +120,9 @@ class ChatRequest(GenerationBody):
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several tool calls. If false, only the first is kept."""
     response_format: ResponseFormat | None = Field(None, description="The format that the answer must have.")
+    prediction: PredictedOutput | None = None
+    """The output that the caller expects, such as a text in which little is to be changed. It may save time, and never
+    changes the answer."""
     reasoning_effort: str | None = Field(None, description="Passed to the chat template, if it has such a variable.")
     verbosity: Literal["low", "medium", "high"] | None = None
     """Passed to the chat template, if it has such a variable."""

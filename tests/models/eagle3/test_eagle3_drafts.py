@@ -60,7 +60,7 @@ class Watched(SpeculationController):
         assert all(self._drafter.is_ready(row) for row, _ in wanted)
         wait_for_tokens()
         drafts = {}
-        for (row, most), (token_ids, confidences) in zip(wanted, self._propose(wanted), strict=True):
+        for (row, most), (token_ids, confidences, _) in zip(wanted, self._propose(wanted), strict=True):
             assert len(token_ids) == len(confidences) == most
             self.proposed.append((list(row.history), most, token_ids, row.sampling))
             drafts[row.number] = token_ids
