@@ -24,7 +24,7 @@ class RowRecord:
         self.max_drafts = max_drafts
         self.acceptance = RowAcceptance(max_drafts, classes)
         self._predicted = RowAcceptance(max_drafts, AcceptanceEstimate())
-        """For drafts from the row's prediction, which tells nothing of other rows' predictions."""
+        """For drafts from the row's prediction. Other rows have other predictions."""
         self.worth_s = worth_s
         """The seconds that drafting for the row saves per step, on recent average."""
         self.proposed_at = self.probed_at = 0
@@ -64,7 +64,7 @@ class Drafted:
     drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """The drafts by row number."""
     tested: Mapping[int, Tested] = field(default_factory=dict)
-    """What the step tells of drafters, by row number."""
+    """The drafts that came from a drafter or a prediction, by row number."""
     seconds: float = 0.0
     """How long drafting took."""
 

@@ -1,8 +1,9 @@
 """Drafts from the output that a request predicts: what follows the place in the prediction where the row's output is.
 
-The place advances with the output. Where the output differs from the prediction, the place is searched anew: the
-longest suffix of the output that the prediction has, nearest to where the output would be if as many tokens had been
-replaced. If no two tokens match, the newest token alone may, and else one or two tokens are taken as replaced.
+The place advances with the output. Where the output differs from the prediction, the place is searched again: after
+the longest suffix of the output that the prediction has, and of several such places at the nearest to where the output
+would be if as many tokens had been replaced. If no two tokens match, the newest token may match one that is a little
+ahead; otherwise one or two tokens are taken as replaced.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ class _Place(NamedTuple):
 
 
 class _Alignment:
-    """Where a row's output was last found in its prediction."""
+    """The place at which a row's output was last found in its prediction."""
 
     __slots__ = ("differs", "history_length", "length", "place")
 

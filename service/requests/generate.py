@@ -28,10 +28,10 @@ from penstock.service.requests.chat import check_chat, parse_chat, shows_tools
 from penstock.service.requests.contexts import StoredContext
 from penstock.service.requests.cost import check_cost, too_expensive
 from penstock.service.requests.grammar_check import GrammarChecks, check_constraint
+from penstock.service.requests.preparation import predicted_ids
 from penstock.service.requests.tool_choice import CallConstraints
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.text.detokenizer import IdsOnly, text_states
-from penstock.service.text.prediction import predicted_ids
 from penstock.service.text.tokenizer import TokenizerPool
 from penstock.service.text.truncation import Truncation
 

@@ -1,4 +1,5 @@
-"""The preparation of a request: its time limit, its end if it ends before the engine has it, and changes until then."""
+"""The preparation of a request: its time limit, its end if it ends before the engine has it, changes until then, and
+the tokens of its prediction."""
 
 import asyncio
 import time
@@ -14,7 +15,10 @@ from penstock.scheduler.request import (
     RequestTimings,
     TokenUsage,
 )
+from penstock.service.config.limits import Validator
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.text.prompt_limit import TextLimit
+from penstock.service.text.tokenizer import Tokenizer
 
 
 @asynccontextmanager
@@ -46,3 +50,15 @@ def requested_change(update: pb.GenerationUpdate) -> Change:
         deadline=time.monotonic() + update.timeout_ms / 1000 if has("timeout_ms") else None,
         max_tokens=update.max_tokens if has("max_tokens") else None,
     )
+
+
+def predicted_ids(prediction: pb.Prediction, tokenizer: Tokenizer, validator: Validator) -> list[int]:
+    """Returns the tokens of a prediction that has passed ``validator``, at most as many as the model's context. Tokens
+    of a text that the model lacks are left out, since no output has them. Raises ServiceError."""
+    if prediction.WhichOneof("content") == "text":
+        token_ids = tokenizer.encode_after(prediction.text, TextLimit(field="prediction.text"))
+        token_ids = [token_id for token_id in token_ids if token_id < tokenizer.vocab_size]
+    else:
+        token_ids = list(prediction.token_ids.ids)
+        validator.check_ids(token_ids, "prediction.token_ids.ids")
+    return token_ids[: validator.limits.max_model_len]

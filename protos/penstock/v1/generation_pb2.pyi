@@ -459,11 +459,11 @@ Global___GenerationStart: _TypeAlias = GenerationStart  # noqa: Y015
 @_typing.final
 class Prediction(_message.Message):
     """The output that a caller expects. Tokens that follow in it are drafted, where that is measured to be faster: up to 32
-    in one step, or `max_draft_tokens`. The output is the one without a prediction, token for token, whatever it says. So
-    it may differ from the output anywhere: after a difference, the place is found again. It applies to each of the n
-    choices, and together with a `constraint`, where the drafts are those that match. Its tokens are not prompt tokens,
-    but count for `max_queued_tokens` while the request waits. `finished.speculation` reports what it was worth. Ignored
-    if the service does not use predictions (`--no-enable-predictions`, `--tensor-parallel-size`), and by Prefetch.
+    in one step, or `max_draft_tokens`. The output is the one without a prediction, token for token, also where they
+    differ: after a difference, the place in the prediction is found again. The prediction is for each of the n choices.
+    It may be set together with a `constraint`: drafts then end where they do not match it. Its tokens are not prompt
+    tokens, but count towards `max_queued_tokens` while the request waits. `finished.speculation` has the numbers of
+    drafts. Ignored by Prefetch, and by a service with `--no-enable-predictions` or `--tensor-parallel-size` above 1.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -183,7 +183,8 @@ async def test_tokens_of_reasoning_are_counted_whether_it_is_shown_or_not(script
 
 
 async def test_a_predicted_output_is_passed_on_and_counted(scripted_gateway):
-    submit, predicted = scripted_gateway.executor.submit, []
+    submit = scripted_gateway.executor.submit
+    predicted: list[bytes] = []
 
     def submit_and_note(plan):
         predicted.extend(bytes(added.prediction) for added in plan.added)

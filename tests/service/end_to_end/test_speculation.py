@@ -160,9 +160,9 @@ async def test_a_prediction_is_drafted_from_without_any_flag_unless_another_turn
 
 
 def test_the_worker_is_told_whether_it_drafts_from_predictions():
-    quiet = {"port": 0, "admin_listen": "off", "metrics_listen": "off"}
-    for flags, expected in (({}, True), ({"enable_predictions": False}, False)):
-        prepared = prepare(ServeConfig(**quiet, **flags))
+    for expected in (True, False):
+        config = ServeConfig(port=0, admin_listen="off", metrics_listen="off", enable_predictions=expected)
+        prepared = prepare(config)
         assert prepared.worker.drafts_predictions is prepared.server.drafts_predictions is expected
     assert not parse_config(["--no-enable-predictions"]).enable_predictions
 
