@@ -24,7 +24,7 @@ class RowRecord:
         self.max_drafts = max_drafts
         self.acceptance = RowAcceptance(max_drafts, classes)
         self._predicted = RowAcceptance(max_drafts, AcceptanceEstimate())
-        """For drafts from the row's prediction. Other rows have other predictions."""
+        """The same for drafts from the row's prediction. Other rows have other predictions."""
         self.worth_s = worth_s
         """The seconds that drafting for the row saves per step, on recent average."""
         self.proposed_at = self.probed_at = 0

@@ -4,7 +4,8 @@ On the demo model's function in 1.2 GB of weights, so that a step costs what a r
 time. Each round has a new prompt, and a turn of each way, which begins in turn: without a prediction, with a text that
 is 95 % right (words of the output are replaced, left out and added), with the right text, and with one that is wrong
 all through, which is another prompt's output. All turns of a round have one seed, and must give the same tokens. The
-medians over the rounds count.
+medians over the rounds count. The CPU time of the service's processes is told beside the times, since others' work on
+the machine changes it less.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 from spec_bench.widen import widen
 from spec_bench.workloads import texts
 
@@ -36,6 +38,7 @@ class Turn(NamedTuple):
 
     way: str
     seconds: float
+    cpu_s: float
     completion: Completion
 
 
@@ -56,6 +59,9 @@ def main() -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6, metavar="N", help="(default: 6)")
+    parser.add_argument(
+        "--seconds", type=float, default=900.0, metavar="S", help="no round begins later (default: 900)"
+    )
     parser.add_argument("--output-tokens", type=int, default=192, metavar="N", help="of a request (default: 192)")
     parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=WAYS[1:])
     parser.add_argument("--wide", type=Path, metavar="FOLDER", help="where the wide model is (default: it is made)")
@@ -81,10 +87,13 @@ async def measure(target: str, arguments: argparse.Namespace) -> list[list[Turn]
     """The turns of each round."""
     prompts = texts(arguments.rounds + 1)[1].prompts
     rng = random.Random(0)
-    rounds = []
+    rounds: list[list[Turn]] = []
+    end = time.monotonic() + arguments.seconds
     async with AsyncClient(target) as client:
         last = await turn(client, "none", prompts[-1], arguments.rounds, arguments.output_tokens)
         for number, prompt in enumerate(prompts[:-1]):
+            if rounds and time.monotonic() > end:
+                break
             # It is known before: the first turn with the prompt, whose time does not count, since no prefix is cached.
             first = await turn(client, "none", prompt, number, arguments.output_tokens, measured=False)
             text = first.completion.text
@@ -106,36 +115,50 @@ async def turn(
     *, measured: bool = True,
 ) -> Turn:  # fmt: skip
     """One request, to its end."""
-    began = time.perf_counter()
+    began, cpu_before = time.perf_counter(), cpu_s()
     completion = await client.complete(
         prompt, max_tokens=output_tokens, temperature=1.0, seed=seed, ignore_eos=True, prediction=prediction
     )
-    seconds = time.perf_counter() - began
+    seconds, taken = time.perf_counter() - began, cpu_s() - cpu_before
     if measured:
         told = completion.speculation
         drafts = (
             f"{told.accepted_tokens} of {told.drafted_tokens} drafts in {told.steps} steps" if told else "no drafts"
         )
-        print(f"{seed + 1:3} {way:12}{seconds:7.2f} s  {drafts}", flush=True)
-    return Turn(way, seconds, completion)
+        print(f"{seed + 1:3} {way:12}{seconds:7.2f} s, {taken:6.2f} s of the CPU  {drafts}", flush=True)
+    return Turn(way, seconds, taken, completion)
+
+
+def cpu_s() -> float:
+    """Taken so far by what this process started."""
+    times = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
+    return sum(each.user + each.system for each in times)
 
 
 def report(rounds: Sequence[Sequence[Turn]], arguments: argparse.Namespace) -> None:
     """The table."""
     ratios: dict[str, list[float]] = defaultdict(list)
+    of_cpu: dict[str, list[float]] = defaultdict(list)
     for turns in rounds:
         [plain] = [one for one in turns if one.way == "none"]
         for one in turns:
             ratios[one.way].append(plain.seconds / one.seconds)
+            of_cpu[one.way].append(plain.cpu_s / one.cpu_s)
     plain_s = statistics.median(one.seconds for turns in rounds for one in turns if one.way == "none")
     print(f"{len(rounds)} rounds of {arguments.output_tokens} tokens; without a prediction: "
           f"{arguments.output_tokens / plain_s:,.1f} tokens/s")  # fmt: skip
     for way in arguments.ways:
-        low, high = interval(ratios[way])
         wanted = f"; wanted: {TARGETS[way]:g}" if way in TARGETS else ""
-        print(f"prediction {way:12} {statistics.median(ratios[way]):.2f} times as fast, 95 % interval "
-              f"{low:.2f} to {high:.2f}, of the rounds {min(ratios[way]):.2f} to {max(ratios[way]):.2f}"
-              f"{wanted}")  # fmt: skip
+        print(f"prediction {way:12} {_summary(ratios[way])}{wanted}")
+        print(f"{'by CPU time':23} {_summary(of_cpu[way])}")
+
+
+def _summary(ratios: Sequence[float]) -> str:
+    low, high = interval(ratios)
+    return (
+        f"{statistics.median(ratios):.2f} times as fast, 95 % interval {low:.2f} to {high:.2f}, "
+        f"of the rounds {min(ratios):.2f} to {max(ratios):.2f}"
+    )
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
