@@ -135,7 +135,7 @@ class SpeculationController:
         if most and row.pooled is None:
             record = RowRecord(most, self._drawn if row.sampling.temperature else self._greedy, self._typical_s)
             if row.prediction:
-                record.worth_s = PATIENCE * PROPOSAL_S
+                record.worth_s = max(PATIENCE * PROPOSAL_S, self._costs.seconds(1))  # its caller expects that it pays
             self._rows.add_row(row, record, self._prober.may_start_trial())
 
     def drop_row(self, row: Row) -> None:
