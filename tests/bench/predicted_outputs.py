@@ -86,47 +86,47 @@ def model(wide: Path | None) -> Iterator[str]:
 async def measure(target: str, arguments: argparse.Namespace) -> list[list[Turn]]:
     """The turns of each round."""
     prompts = texts(arguments.rounds + 1)[1].prompts
+    num_tokens = arguments.output_tokens
     rng = random.Random(0)
     rounds: list[list[Turn]] = []
     end = time.monotonic() + arguments.seconds
     async with AsyncClient(target) as client:
-        last = await turn(client, "none", prompts[-1], arguments.rounds, arguments.output_tokens)
+        # All outputs are known before. This also caches the prompts.
+        known = await asyncio.gather(*(complete(client, prompt, at, num_tokens) for at, prompt in enumerate(prompts)))
         for number, prompt in enumerate(prompts[:-1]):
             if rounds and time.monotonic() > end:
                 break
-            # It is known before: the first turn with the prompt, whose time does not count, since no prefix is cached.
-            first = await turn(client, "none", prompt, number, arguments.output_tokens, measured=False)
-            text = first.completion.text
-            predictions = {"right": text, "95 % right": edited(text, rng), "wrong": last.completion.text}
+            text = known[number].text
+            predictions = {"right": text, "95 % right": edited(text, rng), "wrong": known[number + 1].text}
             ways = ["none", *arguments.ways]
             ways = ways[number % len(ways) :] + ways[: number % len(ways)]
-            turns = [
-                await turn(client, way, prompt, number, arguments.output_tokens, predictions.get(way)) for way in ways
-            ]
+            turns = [await turn(client, way, prompt, number, num_tokens, predictions.get(way)) for way in ways]
             for one in turns:
-                assert one.completion.token_ids == first.completion.token_ids, f"round {number + 1}, {one.way}"
+                assert one.completion.token_ids == known[number].token_ids, f"round {number + 1}, {one.way}"
             rounds.append(turns)
-            last = first
     return rounds
 
 
 async def turn(
-    client: AsyncClient, way: str, prompt: str, seed: int, output_tokens: int, prediction: str | None = None,
-    *, measured: bool = True,
-) -> Turn:  # fmt: skip
+    client: AsyncClient, way: str, prompt: str, seed: int, output_tokens: int, prediction: str | None
+) -> Turn:
     """One request, to its end."""
     began, cpu_before = time.perf_counter(), cpu_s()
-    completion = await client.complete(
+    completion = await complete(client, prompt, seed, output_tokens, prediction)
+    seconds, taken = time.perf_counter() - began, cpu_s() - cpu_before
+    told = completion.speculation
+    drafts = f"{told.accepted_tokens} of {told.drafted_tokens} drafts in {told.steps} steps" if told else "no drafts"
+    print(f"{seed + 1:3} {way:12}{seconds:7.2f} s, {taken:6.2f} s of the CPU  {drafts}", flush=True)
+    return Turn(way, seconds, taken, completion)
+
+
+async def complete(
+    client: AsyncClient, prompt: str, seed: int, output_tokens: int, prediction: str | None = None
+) -> Completion:
+    """Sampled, so that the model does not go in circles."""
+    return await client.complete(
         prompt, max_tokens=output_tokens, temperature=1.0, seed=seed, ignore_eos=True, prediction=prediction
     )
-    seconds, taken = time.perf_counter() - began, cpu_s() - cpu_before
-    if measured:
-        told = completion.speculation
-        drafts = (
-            f"{told.accepted_tokens} of {told.drafted_tokens} drafts in {told.steps} steps" if told else "no drafts"
-        )
-        print(f"{seed + 1:3} {way:12}{seconds:7.2f} s, {taken:6.2f} s of the CPU  {drafts}", flush=True)
-    return Turn(way, seconds, taken, completion)
 
 
 def cpu_s() -> float:
