@@ -155,6 +155,9 @@ class Speculation:
     """Entry i: steps with i + 1 drafts or more."""
     accepted_at: list[int]
     """Entry i: steps with i + 1 accepted drafts or more."""
+    predicted_tokens: int = 0
+    """Drafted tokens that came from the request's prediction."""
+    accepted_predicted_tokens: int = 0
 
     @property
     def mean_length(self) -> float:
@@ -163,13 +166,9 @@ class Speculation:
 
     @classmethod
     def from_proto(cls, message: pb.Speculation) -> "Speculation":
-        return cls(
-            message.drafted_tokens,
-            message.accepted_tokens,
-            message.steps,
-            message.drafted_at[:],
-            message.accepted_at[:],
-        )
+        at = message.drafted_at[:], message.accepted_at[:]
+        predicted = message.predicted_tokens, message.accepted_predicted_tokens
+        return cls(message.drafted_tokens, message.accepted_tokens, message.steps, *at, *predicted)
 
 
 @dataclass(slots=True)

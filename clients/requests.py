@@ -81,6 +81,8 @@ class Options(ChatOptions, total=False):
     ``lark``, ``gbnf``, ``choices`` (texts) and ``structural_tag_json`` (a structural tag or its JSON text)."""
     max_draft_tokens: int | None
     """The maximum number of drafts per step; 0 disables them. Drafts change when tokens arrive, never which."""
+    prediction: str | Sequence[int] | None
+    """The output that the caller expects, as text or token ids: drafts that may save time, and never change output."""
     traceparent: str | None
     client_request_id: str | None
     idempotency_key: str | None
@@ -222,6 +224,8 @@ def _set_option(start: pb.GenerationStart, name: str, value: object) -> None:
         set_field(start.sampling, _SAMPLING[name], value)
     elif name in _OUTPUT:
         set_field(start.output, _OUTPUT[name], value)
+    elif name == "prediction":
+        _set_prediction(start.prediction, value)
     elif name == "constraint":
         set_constraint(start.constraint, value)
     elif name in _START:
@@ -230,6 +234,20 @@ def _set_option(start: pb.GenerationStart, name: str, value: object) -> None:
         near = difflib.get_close_matches(name, OPTION_NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"the fields are {', '.join(sorted(OPTION_NAMES))}"
         raise InvalidOption(name, f"unknown field; {hint}")
+
+
+def _set_prediction(prediction: pb.Prediction, value: object) -> None:
+    content = pb.GenerationAppend()
+    try:
+        _set_prompt(content, cast(Prompt, value))
+        if content.HasField("chat"):
+            raise InvalidOption("prompt", "expected text or token ids, got messages")
+    except InvalidOption as error:
+        raise InvalidOption(error.field.replace("prompt", "prediction", 1), error.problem) from None
+    if content.WhichOneof("content") == "text":
+        prediction.text = content.text
+    else:
+        prediction.token_ids.CopyFrom(content.token_ids)
 
 
 def _format(value: object) -> pb.OutputFormat.ValueType:

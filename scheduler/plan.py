@@ -86,6 +86,8 @@ class AddedRow(msgspec.Struct, array_like=True, gc=False):
     """The grammar that its whole output must match, in llguidance's format; empty: anything."""
     tenant: str = ""
     """Its tenant. Drafts are learned only from outputs of the same tenant."""
+    prediction: list[int] = []
+    """The output that its caller expects, to draft from; empty: none."""
 
 
 class RowBlocks(msgspec.Struct, array_like=True, gc=False):
@@ -188,6 +190,8 @@ class RowResult(msgspec.Struct, array_like=True, gc=False):
     order."""
     num_drafted: int = 0
     """The number of drafts that were computed for it; ``len(token_ids) - 1`` of them were accepted."""
+    is_predicted: bool = False
+    """Whether these drafts came from the row's prediction."""
     failure: str = ""
     """Why its output cannot continue, as a message for the caller. Its tokens so far remain valid, and it is not
     continued."""
@@ -256,6 +260,9 @@ MAX_FORCED_DRAFTS = 16
 """The maximum number of drafts of a row in a step where its grammar allows only one text, whatever else may be
 drafted."""
 
+MAX_PREDICTED_DRAFTS = 32
+"""The maximum number of drafts of a row with a prediction in a step, whatever else may be drafted."""
+
 MAX_BATCHED_TOKENS = 2048
 """The maximum number of tokens in a step, unless the operator sets a higher one."""
 
@@ -312,7 +319,9 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     log_format: str = "text"
     """text or json, one line per message."""
     speculation: SpeculationConfig | None = None
-    """None: only tokens that grammars force are drafted."""
+    """None: only tokens that grammars force or callers predict are drafted."""
+    uses_predictions: bool = True
+    """Whether rows may be drafted for from their predictions."""
     tokenizer: str | None = None
     """The directory of the model's tokenizer, which grammars need; None: no grammars."""
     special_tokens: tuple[str, ...] = ()
@@ -331,6 +340,11 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """The meeting point of the ranks: the path of a file that does not exist yet, in a directory that only they use."""
     measures_steps: bool = True
     """Whether the worker computes some steps for ``measured_steps``; false for a worker that replaces another."""
+
+    @property
+    def drafts_predictions(self) -> bool:
+        """Whether it drafts from predictions. Ranks do not: each would choose the number of drafts by its own clock."""
+        return self.uses_predictions and self.tensor_parallel_size == 1
 
 
 class MeasuredStep(msgspec.Struct, array_like=True, frozen=True):

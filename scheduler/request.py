@@ -185,6 +185,9 @@ class SpeculationCounts:
 
     steps: int = 0
     """Steps with drafts."""
+    predicted: int = 0
+    """Drafts from the request's prediction."""
+    accepted_predicted: int = 0
     drafted_at: list[int] = field(default_factory=list)
     """Entry i counts the steps in which at least i + 1 drafts were computed. The sum is the number of drafts."""
     accepted_at: list[int] = field(default_factory=list)
@@ -198,9 +201,12 @@ class SpeculationCounts:
     def accepted(self) -> int:
         return sum(self.accepted_at)
 
-    def count_step(self, num_drafted: int, num_accepted: int) -> None:
-        """Counts one row's drafts in one step."""
+    def count_step(self, num_drafted: int, num_accepted: int, is_predicted: bool = False) -> None:
+        """Counts one row's drafts in one step. ``is_predicted`` is whether they come from its prediction."""
         self.steps += 1
+        if is_predicted:
+            self.predicted += num_drafted
+            self.accepted_predicted += num_accepted
         for counts, number in ((self.drafted_at, num_drafted), (self.accepted_at, num_accepted)):
             counts += [0] * (number - len(counts))
             for index in range(number):
@@ -292,6 +298,8 @@ class Request:
     (``max_tokens`` is 0)."""
     max_drafts: int = 0
     """The maximum number of drafts of a sequence in a step."""
+    prediction: list[int] = field(default_factory=list)
+    """The output that the caller expects, to draft from; empty if it expects none."""
     grammar: str = ""
     """The same as ``AddedRow.grammar``."""
     grammar_end_ids: frozenset[int] = frozenset()
@@ -310,6 +318,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.prompt_token_ids) + sum(len(prompt.token_ids) for prompt in self.more_prompts)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """The number of tokens for which the queue needs room."""
+        return self.num_prompt_tokens + len(self.prediction)
 
     def prompt(self, choice: int) -> Prompt:
         if choice and self.more_prompts:

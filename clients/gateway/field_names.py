@@ -13,6 +13,7 @@ CHAT_NAMES: Names = (
     (r"chat\.messages(\[\d+\]\.tool_calls\[\d+\])\.name", r"messages\1.function.name"),
     (r"chat\.messages(\[\d+\]\.tool_calls\[\d+\])\.arguments_json", r"messages\1.function.arguments"),
     (r"chat\.tools(\[\d+\])\.function\.parameters_json", r"tools\1.function.parameters"),
+    (r"prediction\.text", "prediction.content"),
     (r"chat\.template_variables_json", "chat_template_kwargs"),
     (r"chat\.", ""),
     (r"chat", "messages"),

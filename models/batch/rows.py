@@ -1,6 +1,6 @@
 """The worker's rows: the authority on each row's position between plans. Plain data and integers; uses no tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,8 @@ class Row:
     """Set if the row's output must match a grammar."""
     reasoning: ReasoningTracker | None = None
     """Set if the row's reasoning has a limit."""
+    prediction: list[int] = field(default_factory=list)
+    """The output that the caller expects; empty if it expects none."""
     is_dropped: bool = False
     """Whether a plan has dropped the row; a step that began earlier may still compute it."""
 
@@ -137,6 +139,7 @@ class RowTable:
             reasoning=None
             if sampling.reasoning is None
             else ReasoningTracker(sampling.reasoning, added.num_prompt_tokens),
+            prediction=added.prediction,
         )
         self._rows[added.row] = row
         self._extend(row, added.block_ids)

@@ -16,7 +16,8 @@ from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, Wo
 
 MAX_FRAME_BYTES = 1 << 28
 """The limit of a body. The largest plans add 256 rows with the longest lists of allowed tokens and bad words that a
-request may have (160 MiB), or one row of 2^24 tokens (85 MiB). A longer frame means a broken stream."""
+request may have (160 MiB), or one row of 2^24 tokens with as long a prediction (170 MiB). A longer frame means a broken
+stream."""
 
 HEADER = struct.Struct("<IB")
 """The length of the body, and the kind."""

@@ -3,21 +3,22 @@
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
 
 from penstock.models.batch.batch import Batch, FeatureLines
 from penstock.models.batch.rows import Row, RowTable
-from penstock.models.speculative.acceptance import AcceptanceEstimate, RowAcceptance
+from penstock.models.speculative.acceptance import AcceptanceEstimate
 from penstock.models.speculative.cost_model import StepCost
-from penstock.models.speculative.draft_cost import DraftCost
+from penstock.models.speculative.draft_cost import PROPOSAL_S, DraftCost
 from penstock.models.speculative.draft_lengths import choose_lengths, choose_rounds
-from penstock.models.speculative.draft_rows import DraftedRows, RowRecord
-from penstock.models.speculative.drafter import Drafter, Proposal, Wanted, valid_part
+from penstock.models.speculative.draft_rows import NOTHING, Drafted, DraftedRows, RowRecord, Tested
+from penstock.models.speculative.drafter import NO_PROPOSAL, Drafter, Proposal, Wanted, valid_part
+from penstock.models.speculative.prediction import Predictions
 from penstock.models.speculative.probing import Prober
-from penstock.scheduler.plan import RowResult, StepPlan
+from penstock.scheduler.plan import MAX_PREDICTED_DRAFTS, RowResult, StepPlan
 
 PROPOSE_MARGIN = 2.0
 """How many times its cost a proposal must gain, since gains are estimates."""
@@ -37,21 +38,6 @@ WORTH_RATE, TYPICAL_RATE, READ_RATE, USUAL_RATE = 0.2, 0.02, 0.1, 0.05
 """The weights of a new observation in the moving averages."""
 USUAL = 0.9
 """The confidence assumed of a drafter before its first proposal: high, so that it makes one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """The drafts of a step."""
-
-    drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """The drafts by row number."""
-    records: Mapping[int, tuple[RowRecord, list[float]]] = field(default_factory=dict)
-    """The records of the rows that a drafter proposed for, with its confidences, by row number."""
-    seconds: float = 0.0
-    """How long drafting took."""
-
-
-NOTHING = Drafted()
 
 
 class SpeculationController:
@@ -75,8 +61,10 @@ class SpeculationController:
         runs_ahead: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``max_drafts`` limits the drafts of a row. ``runs_ahead`` is the backend's. ``clock`` returns seconds."""
+        """``max_drafts`` limits the drafter's drafts of a row; if it is 0, only rows with predictions have drafts.
+        ``runs_ahead`` is the backend's. ``clock`` returns seconds."""
         self._drafter = drafter
+        self._predictions = Predictions()
         self._max_drafts = max_drafts
         self._costs = costs
         self._draft_cost = DraftCost(costs.most)
@@ -124,8 +112,14 @@ class SpeculationController:
 
     def measure_steps(self, run: Callable[[int], None], most: int) -> None:
         """Measures the time of steps. ``run`` computes a step of the given number of tokens, at most ``most``."""
-        self._costs.measure(run, most, self._clock)
+        if self._max_drafts:
+            self._costs.measure(run, most, self._clock)
         self._took.clear()  # the measured steps were observed as well
+
+    def learn_steps(self, seconds: Mapping[int, float]) -> None:
+        """Takes over the measured times of steps, by their number of decoding rows, if there are no others."""
+        if not self._max_drafts:
+            self._costs.know(seconds)
 
     def measure_proposals(self, rows: Sequence[Row]) -> None:
         """Measures the time of proposals for these rows, which the model has computed and no request uses."""
@@ -137,14 +131,16 @@ class SpeculationController:
 
     def add_row(self, row: Row) -> None:
         """Adds a row, if it may have drafts."""
-        if row.max_drafts and row.pooled is None:
-            most = min(row.max_drafts, self._max_drafts)
-            acceptance = RowAcceptance(most, self._drawn if row.sampling.temperature else self._greedy)
-            record = RowRecord(most, acceptance, self._typical_s)
+        most = min(row.max_drafts, MAX_PREDICTED_DRAFTS if row.prediction else self._max_drafts)
+        if most and row.pooled is None:
+            record = RowRecord(most, self._drawn if row.sampling.temperature else self._greedy, self._typical_s)
+            if row.prediction:
+                record.worth_s = max(PATIENCE * PROPOSAL_S, self._costs.seconds(1))  # its caller expects that it pays
             self._rows.add_row(row, record, self._prober.may_start_trial())
 
     def drop_row(self, row: Row) -> None:
         self._rows.drop_row(row)
+        self._predictions.drop_row(row)
 
     def propose(
         self,
@@ -161,6 +157,9 @@ class SpeculationController:
         """
         if forced:
             plan = msgspec.structs.replace(plan, max_drafts=plan.max_drafts - sum(map(len, forced.values())))
+        if not self._rows:
+            self._is_skipped = True
+            return Drafted(forced) if forced else NOTHING
         began = self._clock()
         wanted = self._choose(plan, table, forced)
         choosing_s = self._clock() - began
@@ -172,7 +171,7 @@ class SpeculationController:
 
     def observe(self, drafted: Drafted, batch: Batch, rows: list[RowResult], seconds: float, is_fenced: bool) -> None:
         """Records a step of ``seconds``, with drafting. ``is_fenced``: it began after the previous step had ended."""
-        if drafted.records:
+        if drafted.tested:
             self._observed.append((drafted, rows))
         elif self._is_skipped:
             return
@@ -194,7 +193,7 @@ class SpeculationController:
             return []
         self._skip_until = now + SKIP_S
         self._learn_observed()
-        if plan.max_drafts <= 0 or not self._rows or 0 < self._step % self._plain_every <= self._num_plain:
+        if plan.max_drafts <= 0 or 0 < self._step % self._plain_every <= self._num_plain:
             return []
         num_tokens = _num_tokens(plan)
         step_s = self._costs.seconds(num_tokens, not self._runs_ahead)
@@ -222,7 +221,7 @@ class SpeculationController:
             if record is None or decode.row in forced:
                 continue
             max_drafts = min(decode.max_tokens - 1, plan.max_drafts, record.max_drafts)
-            if max_drafts > 0 and (self._drafter.is_ready(row) or not record.is_followed):
+            if max_drafts > 0 and (row.prediction or self._drafter.is_ready(row) or not record.is_followed):
                 (paying if record.worth_s >= 0.0 else others).append(Wanted(row, max_drafts))
         return paying, others
 
@@ -231,36 +230,61 @@ class SpeculationController:
     def _draft(self, wanted: list[Wanted], plan: StepPlan, choosing_s: float) -> Drafted:
         """Lets the drafter propose, and chooses how many of its drafts the step computes."""
         began = self._clock()
+        predicted = self._predictions.propose(wanted)
+        asked = self._to_ask(wanted, predicted, plan)
+        backlog = sum(self._drafter.backlog(row) for row, _ in asked)
+        proposed = dict(zip((row for row, _ in asked), self._drafter.propose(asked), strict=True)) if asked else {}
         if self._drafter.by_rounds:
-            wanted = self._shortened(wanted, plan)
-            if not wanted:
-                return NOTHING
-        backlog = sum(self._drafter.backlog(row) for row, _ in wanted)
+            self._learn_usual(list(proposed.values()))
+        wanted = [one for one in wanted if one.row in proposed or one.row.prediction]
+        if not wanted:
+            return NOTHING
         records = [self._rows[row] for row, _ in wanted]
         num_others = sum(record.worth_s < 0.0 for record in records)
-        proposed = self._drafter.propose(wanted)
-        proposals = [valid_part(one, proposal) for one, proposal in zip(wanted, proposed, strict=True)]
-        counts = self._choose_counts(wanted, records, proposals, plan)
-        given = [
-            (row.number, proposal.token_ids[:count], (record, proposal.confidences[:count]))
-            for (row, _), record, proposal, count in zip(wanted, records, proposals, counts, strict=True)
-            if count
+        proposals = [
+            valid_part(one, record.better(proposed.get(one.row, NO_PROPOSAL), predicted.get(one.row, NO_PROPOSAL)))
+            for one, record in zip(wanted, records, strict=True)
         ]
-        if self._drafter.by_rounds:
-            self._learn_usual(proposals)
+        counts = self._choose_counts(wanted, records, proposals, plan, asked)
+        drafts, tested = {}, {}
+        for (row, _), record, proposal, count in zip(wanted, records, proposals, counts, strict=True):
+            if count:
+                drafts[row.number] = proposal.token_ids[:count]
+                tested[row.number] = Tested(record, proposal.confidences[:count], proposal.is_predicted)
         took = self._clock() - began
         self._prober.spend((took + choosing_s) * num_others / len(wanted))
-        self._draft_cost.observe(len(wanted), self._num_rounds(wanted), backlog, took + choosing_s)
-        return Drafted(
-            {number: drafts for number, drafts, _ in given}, {number: record for number, _, record in given}, took
-        )
+        if asked:
+            self._draft_cost.observe(len(asked), self._num_rounds(asked), backlog, took + choosing_s)
+        return Drafted(drafts, tested, took)
+
+    def _to_ask(self, wanted: list[Wanted], predicted: Mapping[Row, Proposal], plan: StepPlan) -> list[Wanted]:
+        """Returns the rows for which the drafter proposes, with as many drafts as it may. If each takes time, these are
+        only the rows for which more is expected of it than of their predictions."""
+        most_drafts = self._max_drafts
+        asked = [
+            Wanted(row, min(most, most_drafts)) for row, most in wanted if most_drafts and self._drafter.is_ready(row)
+        ]
+        if not self._drafter.by_rounds:
+            return asked
+        usual = Proposal([], self._usual)
+        asked = [
+            one
+            for one in asked
+            if one.row not in predicted or self._rows[one.row].better(usual, predicted[one.row]) is usual
+        ]
+        return self._shortened(asked, plan) if asked else []
 
     def _choose_counts(
-        self, wanted: list[Wanted], records: list[RowRecord], proposals: list[Proposal], plan: StepPlan
+        self,
+        wanted: list[Wanted],
+        records: list[RowRecord],
+        proposals: list[Proposal],
+        plan: StepPlan,
+        asked: list[Wanted],
     ) -> list[int]:
         """Returns how many drafts of each proposal are computed, and learns what each row is worth."""
         acceptance = [
-            record.acceptance.estimate(proposal.confidences[:most])
+            record.acceptance_of(proposal.is_predicted).estimate(proposal.confidences[:most])
             for record, proposal, (_, most) in zip(records, proposals, wanted, strict=True)
         ]
         seconds = self._step_seconds(plan, sum(map(len, acceptance)))
@@ -268,7 +292,7 @@ class SpeculationController:
         gains_much = token_s * len(plan.decodes) * LARGE_GAIN < seconds[0]
         self._plain_every = PLAIN_EVERY if gains_much else PLAIN_OFTEN
         each_s = (seconds[sum(counts)] - seconds[0]) / max(1, sum(counts))
-        proposal_s = self._draft_cost.seconds(len(wanted), self._num_rounds(wanted)) / len(wanted)
+        proposal_s = self._draft_cost.seconds(len(asked), self._num_rounds(asked)) / len(asked) if asked else PROPOSAL_S
         beside_s = self._read_s + (1.0 if self._drafter.by_rounds else PROPOSE_MARGIN) * proposal_s
         for (row, _), record, row_acceptance, count in zip(wanted, records, acceptance, counts, strict=True):
             self._learn_worth(row, record, token_s * sum(row_acceptance[:count]) - each_s * count - beside_s)
@@ -293,7 +317,7 @@ class SpeculationController:
         for (row, most), count in zip(paying, rounds.counts, strict=True):
             if count:
                 shortened.append(Wanted(row, min(most, rounds.number)))
-            else:
+            elif not row.prediction:
                 self._rows.set_worth(row, self._rows[row], -self._draft_cost.seconds(1))
         self._rounds = max(1, rounds.number)
         self._typical_s = self._draft_cost.seconds(1) * (1.0 if rounds.number else -1.0)
@@ -326,10 +350,10 @@ class SpeculationController:
         while self._observed:
             drafted, rows = self._observed.popleft()
             for result in rows:
-                if result.row in drafted.records and result.token_ids:  # without tokens, no draft was tested
-                    record, confidences = drafted.records[result.row]
+                if result.row in drafted.tested and result.token_ids:  # without tokens, no draft was tested
+                    record, confidences, is_predicted = drafted.tested[result.row]
                     num_right = len(result.token_ids) - 1
-                    record.acceptance.learn(confidences, num_right)
+                    record.acceptance_of(is_predicted).learn(confidences, num_right)
                     if num_right:
                         record.probed_at = 0  # the next probe is this row's
 
@@ -339,7 +363,7 @@ class SpeculationController:
                 self._usual[place] += USUAL_RATE * (confidence - self._usual[place])
 
     def _learn_worth(self, row: Row, record: RowRecord, gained_s: float) -> None:
-        if not self._drafter.by_rounds:
+        if not self._drafter.by_rounds and not row.prediction:
             self._typical_s += TYPICAL_RATE * (gained_s - self._typical_s)
         self._rows.set_worth(row, record, record.worth_s + WORTH_RATE * (gained_s - record.worth_s))
 

@@ -1,7 +1,7 @@
 """The time of a step by its number of tokens: measured at worker start, and then learned from each step."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class StepCost:
         self.most = most
         self._scales = [1.0, 1.0]
         self._rising: list[float] | None = None
-        self._know({1: guess[0], 64: guess[1]}, GUESSED_WEIGHT)
+        self.know({1: guess[0], 64: guess[1]}, GUESSED_WEIGHT)
 
     def measure(self, run: Callable[[int], object], most: int, clock: Callable[[], float]) -> None:
         """Measures ``run(n)``, which computes a step of n tokens, up to ``most``. ``clock`` returns seconds."""
@@ -50,7 +50,7 @@ class StepCost:
                 break
             run(size)
             best[size] = min(best.get(size, float("inf")), max(MIN_S, clock() - began))
-        self._know(best, MEASURED_WEIGHT)
+        self.know(best)
 
     def seconds(self, num_tokens: int, is_fenced: bool = True) -> float:
         """Returns the time of a step. ``is_fenced`` is whether it starts after the previous one has ended."""
@@ -77,7 +77,7 @@ class StepCost:
             self._weights[at] = min(MAX_WEIGHT, weight + part)
         self._rising = None
 
-    def _know(self, seconds: dict[int, float], weight: float) -> None:
+    def know(self, seconds: Mapping[int, float], weight: float = MEASURED_WEIGHT) -> None:
         """Sets the times of these sizes, and how well they are known. Other sizes are guessed from them."""
         sizes = sorted(size for size in seconds if size <= self.most)
         known = _isotonic([seconds[size] for size in sizes], [1.0] * len(sizes))

@@ -1,8 +1,12 @@
 """The rows that may have drafts, and which of them the drafter follows."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
 from penstock.models.batch.rows import Row
-from penstock.models.speculative.acceptance import RowAcceptance
-from penstock.models.speculative.drafter import Drafter
+from penstock.models.speculative.acceptance import AcceptanceEstimate, RowAcceptance
+from penstock.models.speculative.drafter import Drafter, Proposal
 
 TRIAL = 4
 """The number of proposals in the trial of a row."""
@@ -11,11 +15,16 @@ TRIAL = 4
 class RowRecord:
     """The state of a row that may have drafts."""
 
-    __slots__ = ("acceptance", "is_followed", "max_drafts", "probed_at", "proposed_at", "trials_left", "worth_s")
+    __slots__ = (
+        "_predicted", "acceptance", "is_followed", "max_drafts", "probed_at", "proposed_at", "trials_left", "worth_s"
+    )  # fmt: skip
 
-    def __init__(self, max_drafts: int, acceptance: RowAcceptance, worth_s: float) -> None:
+    def __init__(self, max_drafts: int, classes: AcceptanceEstimate, worth_s: float) -> None:
+        """``classes`` is the estimate for all rows that are sampled alike."""
         self.max_drafts = max_drafts
-        self.acceptance = acceptance
+        self.acceptance = RowAcceptance(max_drafts, classes)
+        self._predicted = RowAcceptance(max_drafts, AcceptanceEstimate())
+        """The same for drafts from the row's prediction. Other rows have other predictions."""
         self.worth_s = worth_s
         """The seconds that drafting for the row saves per step, on recent average."""
         self.proposed_at = self.probed_at = 0
@@ -24,6 +33,43 @@ class RowRecord:
         """Whether the drafter reads the row's hidden states."""
         self.trials_left = 0
         """The number of proposals left in the row's trial; 0 if it is not on trial."""
+
+    def acceptance_of(self, is_predicted: bool) -> RowAcceptance:
+        """Returns what is known of drafts from the row's prediction, or of the drafter's."""
+        return self._predicted if is_predicted else self.acceptance
+
+    def better(self, proposed: Proposal, predicted: Proposal) -> Proposal:
+        """Returns the proposal from which more tokens are expected: the drafter's or that of the row's prediction."""
+        if not predicted.confidences:
+            return proposed
+        expected = [
+            sum(self.acceptance_of(one.is_predicted).estimate(one.confidences)) for one in (proposed, predicted)
+        ]
+        return proposed if expected[0] > expected[1] else predicted
+
+
+class Tested(NamedTuple):
+    """The drafts of a row that a step tests."""
+
+    record: RowRecord
+    confidences: list[float]
+    is_predicted: bool
+    """Whether they come from the row's prediction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """The drafts of a step."""
+
+    drafts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """The drafts by row number."""
+    tested: Mapping[int, Tested] = field(default_factory=dict)
+    """The drafts that came from a drafter or a prediction, by row number."""
+    seconds: float = 0.0
+    """How long drafting took."""
+
+
+NOTHING = Drafted()
 
 
 class DraftedRows:

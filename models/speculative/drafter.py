@@ -23,6 +23,8 @@ class Proposal(NamedTuple):
     confidences: list[float]
     """The probability, from 0 to 1, that each token is right if those before it are. The order matters more than the
     values, which are corrected by the results of drafts."""
+    is_predicted: bool = False
+    """Whether the tokens come from the row's prediction."""
 
 
 NO_PROPOSAL = Proposal([], [])
@@ -75,4 +77,14 @@ def valid_part(wanted: Wanted, proposal: Proposal) -> Proposal:
     if row.matcher is None or not proposal.token_ids:
         return proposal
     count = row.matcher.num_valid(row.history, proposal.token_ids[:most])
-    return Proposal(proposal.token_ids[:count], proposal.confidences[:count])
+    return proposal._replace(token_ids=proposal.token_ids[:count], confidences=proposal.confidences[:count])
+
+
+class NoDrafter(Drafter):
+    """Proposes nothing."""
+
+    def propose(self, wanted: Sequence[Wanted]) -> list[Proposal]:
+        return [NO_PROPOSAL] * len(wanted)
+
+    def drop_row(self, row: Row) -> None:
+        pass

@@ -1,6 +1,7 @@
-"""The indexes of rows' own histories, with bounded memory and bounded time per step."""
+"""The indexes of rows' own histories or predictions, with bounded memory and bounded time per step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from penstock.models.batch.rows import Row
 from penstock.models.speculative.token_index import Cursor, TokenIndex
@@ -16,9 +17,13 @@ MAX_INDEXED = MAX_INDEX_BYTES // BYTES_PER_TOKEN
 
 
 class RowIndexes:
-    """A cursor in its own history for each row."""
+    """A cursor in its own tokens for each row."""
 
-    def __init__(self, max_indexed: int = MAX_INDEXED) -> None:
+    def __init__(
+        self, max_indexed: int = MAX_INDEXED, tokens_of: Callable[[Row], list[int]] = attrgetter("history")
+    ) -> None:
+        """``tokens_of`` returns the tokens of a row to index."""
+        self._tokens_of = tokens_of
         self._cursors: dict[Row, Cursor] = {}
         self.room = max_indexed
         """The number of tokens that may still be indexed."""
@@ -27,11 +32,11 @@ class RowIndexes:
         """Returns the row's cursor, created on first use."""
         cursor = self._cursors.get(row)
         if cursor is None:
-            cursor = self._cursors[row] = Cursor(TokenIndex(row.history))
+            cursor = self._cursors[row] = Cursor(TokenIndex(self._tokens_of(row)))
         return cursor
 
     def extend(self, rows: Sequence[Row], portion: int = PORTION) -> int:
-        """Indexes what is new in the rows' histories, up to ``portion`` tokens. Returns what is left of the portion."""
+        """Indexes what is new in the rows' tokens, up to ``portion`` tokens. Returns what is left of the portion."""
         for row in rows:
             done = self.cursor(row).index.extend(min(portion, self.room))
             self.room -= done

@@ -10,8 +10,9 @@ from penstock.models.backends.base import Backend
 from penstock.models.batch.batch import Batch, Sampled, build_batch, join_logprobs
 from penstock.models.batch.forced_tokens import with_forced_tokens
 from penstock.models.batch.rows import Row, RowTable
-from penstock.models.speculative.controller import NOTHING, Drafted, SpeculationController
+from penstock.models.speculative.controller import SpeculationController
 from penstock.models.speculative.cost_model import SIZES
+from penstock.models.speculative.draft_rows import NOTHING, Drafted
 from penstock.models.speculative.drafter import Wanted
 from penstock.models.structured_output.deferred_rows import without_late
 from penstock.scheduler.plan import (
@@ -105,6 +106,7 @@ class Runner:
             result = self.run(StepPlan(0, [], [], [], [chunk], []))
             yield MeasuredStep(chunk.start, chunk.end, 0, result.computed_us)
         self.run(StepPlan(0, [0], [], [], [], []))
+        decodes: dict[int, float] = {}
         for number in MEASURED_DECODES:
             rows, computed_us = self._begin_short_rows(number)
             if rows:
@@ -114,6 +116,9 @@ class Runner:
                 result = self.run(StepPlan(0, [], [], [], [], [Decode(row, 1) for row in rows]))
                 self.run(StepPlan(0, rows, [], [], [], []))
                 yield MeasuredStep(0, 0, len(rows), result.computed_us)
+                decodes[len(rows)] = result.computed_us / 1e6
+        if self._controller is not None and len(decodes) > 1:
+            self._controller.learn_steps(decodes)
 
     def _begin_short_rows(self, number: int) -> tuple[list[int], int]:
         """Starts this many rows of two tokens, or as many as fit in a step; none if rows cannot be that long. Returns
@@ -246,6 +251,8 @@ class Runner:
             self._done_at = done
             if self._controller is not None:
                 self._controller.observe(drafted, batch, rows, computed_ns / 1e9, is_fenced)
+            for row in rows:
+                row.is_predicted = row.row in drafted.tested and drafted.tested[row.row].is_predicted
             return StepResult(plan.step, [*rows, *idle], parts, 0, computed_ns // 1000)
 
         return result

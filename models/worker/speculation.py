@@ -5,7 +5,7 @@ from penstock.models.errors import ModelError
 from penstock.models.speculative import draft_model
 from penstock.models.speculative.controller import SpeculationController
 from penstock.models.speculative.cost_model import StepCost
-from penstock.models.speculative.drafter import Drafter
+from penstock.models.speculative.drafter import Drafter, NoDrafter
 from penstock.models.speculative.eagle import drafter as eagle
 from penstock.models.speculative.ngram import NgramDrafter
 from penstock.models.speculative.suffix import SuffixDrafter
@@ -29,9 +29,11 @@ def check_speculation(config: WorkerConfig) -> WorkerConfig:
 
 
 def make_drafter(config: WorkerConfig, backend: Backend) -> Drafter:
-    """Creates the drafter that the checked config names. Raises ModelError."""
+    """Creates the drafter that the checked config names; one that proposes nothing if it names none. Raises
+    ModelError."""
     speculation = config.speculation
-    assert speculation is not None
+    if speculation is None:
+        return NoDrafter()
     match speculation.method:
         case DraftMethod.NGRAM:
             return NgramDrafter(speculation)
@@ -44,11 +46,10 @@ def make_drafter(config: WorkerConfig, backend: Backend) -> Drafter:
 
 
 def make_controller(config: WorkerConfig, backend: Backend) -> SpeculationController | None:
-    """Creates the controller that drafts for the rows of a loaded model; None if the config has no speculation."""
+    """Creates the controller that drafts for the rows of a loaded model; None if nothing may be drafted."""
     speculation, facts = config.speculation, backend.facts
-    if speculation is None:
+    if speculation is None and not config.drafts_predictions:
         return None
+    max_drafts = 0 if speculation is None else speculation.num_speculative_tokens
     costs = StepCost(max(facts.max_num_batched_tokens, facts.max_num_seqs))
-    return SpeculationController(
-        make_drafter(config, backend), speculation.num_speculative_tokens, costs, backend.runs_ahead
-    )
+    return SpeculationController(make_drafter(config, backend), max_drafts, costs, backend.runs_ahead)

@@ -110,7 +110,7 @@ class AdmissionControl:
         check_rate(Rated.TOKEN, num_tokens, self._context.tenants.rate_limit(request.tenant), self._context.clock())
 
     def _check_queue(self, request: Request, superseded: RequestState | None) -> None:
-        config, waiting, num_tokens = self._context.config, self._context.waiting, request.num_prompt_tokens
+        config, waiting, num_tokens = self._context.config, self._context.waiting, request.num_queued_tokens
         gone = _queued(superseded)
         if not self._is_within_share(request, gone):
             queued = waiting.queued.minus(gone)
@@ -136,7 +136,7 @@ class AdmissionControl:
         if not waiting.by_turns:
             return False
         share = self._context.tenants.share_of(request.tenant)
-        requests, tokens = waiting.queued_of(request.tenant).minus(gone).plus(1, request.num_prompt_tokens)
+        requests, tokens = waiting.queued_of(request.tenant).minus(gone).plus(1, request.num_queued_tokens)
         return requests <= share * config.max_queued_requests and tokens <= share * config.max_queued_tokens
 
     def _check_tenant(self, request: Request, superseded: RequestState | None) -> None:
@@ -152,7 +152,7 @@ class AdmissionControl:
 
 def _queued(live: RequestState | None) -> Queued:
     """Returns what a request adds to the size of the queue."""
-    return Queued() if live is None or live.started_at is not None else Queued(1, live.request.num_prompt_tokens)
+    return Queued() if live is None or live.started_at is not None else Queued(1, live.request.num_queued_tokens)
 
 
 _EXCEEDED = {

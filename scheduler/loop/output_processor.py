@@ -53,7 +53,7 @@ class OutputProcessor:
             sequence.fall_short(max_tokens - num_tokens)
         sequence.token_ids += token_ids
         if row.num_drafted:
-            self._count_drafts(sequence, row.num_drafted, max(0, num_tokens - 1))
+            self._count_drafts(sequence, row, max(0, num_tokens - 1))
         # After preemption the row has no KV any more, or none yet; its tokens are still valid.
         if sequence.row == row.row and not row.failure:
             if num_tokens:
@@ -129,10 +129,10 @@ class OutputProcessor:
                     _log_broken_text(live, error)
         return deltas
 
-    def _count_drafts(self, sequence: SequenceState, num_drafted: int, num_accepted: int) -> None:
-        sequence.live.speculation.count_step(num_drafted, num_accepted)
-        sequence.live.timeline.drafted(sequence.index, num_drafted, num_accepted)
-        self._planner.counters.speculation.count_step(num_drafted, num_accepted)
+    def _count_drafts(self, sequence: SequenceState, row: RowResult, num_accepted: int) -> None:
+        sequence.live.timeline.drafted(sequence.index, row.num_drafted, num_accepted)
+        for counts in (sequence.live.speculation, self._planner.counters.speculation):
+            counts.count_step(row.num_drafted, num_accepted, row.is_predicted)
 
     def _deliver(self, sequence: SequenceState, token_ids: list[int], logprobs: TokenLogprobs | None) -> None:
         live = sequence.live

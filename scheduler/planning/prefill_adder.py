@@ -228,5 +228,6 @@ class PrefillAdder:
                 live.request.max_drafts,
                 live.request.grammar,
                 live.request.tenant,
+                live.request.prediction,
             )
         )

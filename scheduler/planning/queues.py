@@ -168,7 +168,8 @@ class WaitingQueue:
         if sequence.is_pooled:
             self.num_pooled += sign
         if sequence.is_new:
-            change = (sign if sequence.index == 0 else 0, sign * sequence.num_prompt_tokens)
+            num_tokens = sequence.num_prompt_tokens + len(sequence.live.request.prediction)
+            change = (sign if sequence.index == 0 else 0, sign * num_tokens)
             self.queued = self.queued.plus(*change)
             self._own[tenant.name] = self.queued_of(tenant.name).plus(*change)
             if not any(self._own[tenant.name]):

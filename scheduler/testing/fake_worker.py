@@ -70,6 +70,7 @@ class FakeRow:
     """The tags of the KV of each position, as ``Slots`` made them."""
     late_steps: str = ""
     """Its grammar: one character per step that could bring a token, a blank where its mask is late."""
+    has_prediction: bool = False
 
     def sits_out(self) -> bool:
         """Returns whether its mask is late in this step."""
@@ -276,6 +277,7 @@ class FakeWorker:
             added.pooling,
             added.max_drafts,
             late_steps=added.grammar,
+            has_prediction=bool(added.prediction),
         )
         if row.pooling is not None and row.num_computed > row.pooling.positions(len(row.history)).start:
             raise BrokenPlan(f"row {number} begins after hidden states that its vector is of")
@@ -349,7 +351,11 @@ class FakeWorker:
         logprobs = None
         if row.sampling.logprobs is not None and token_ids:
             logprobs = _logprobs(token_ids, row.sampling.logprobs, len(row.history) - len(token_ids))
-        return RowResult(row.number, row.epoch, row.num_computed, token_ids, logprobs, num_drafted=num_drafted)
+        is_predicted = bool(num_drafted) and row.has_prediction
+        return RowResult(
+            row.number, row.epoch, row.num_computed, token_ids, logprobs,
+            num_drafted=num_drafted, is_predicted=is_predicted,
+        )  # fmt: skip
 
 
 def _logprobs(token_ids: Sequence[int], num_top: int, start: int) -> TokenLogprobs:

@@ -100,6 +100,11 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
     for warning in facts.warnings:
         _log.warning("%s", warning)
     head, load_tokenizer = find_head(config, checkpoint, load_tokenizer)
+    worker = replace(
+        _worker_config(config, path, tokenizer, facts, machine),
+        speculation=speculation,
+        uses_predictions=config.enable_predictions and checkpoint.classifier is None,
+    )
     server = ServerConfig(
         model_name=config.model_name,
         listen=config.address,
@@ -116,6 +121,7 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
         speculation=speculation,
+        drafts_predictions=worker.drafts_predictions,
         tls=files.tls,
         tenants=files.tenants,
         watched=files.watched,
@@ -127,7 +133,6 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         closes_objects=not config.allow_additional_properties,
         checks_grammars_soon=True,
     )
-    worker = replace(_worker_config(config, path, tokenizer, facts, machine), speculation=speculation)
     return Prepared(server, worker, load_tokenizer, *_http_processes(config, addresses), resources.pop_all())
 
 

@@ -91,10 +91,7 @@ class RunningService:
         self.grammars = GrammarChecks(tokenizer, config.closes_objects)
         if config.checks_grammars_soon:
             self.grammars.warm()
-        self._config = config
-        self._engine = engine
-        self._facts = facts
-        self._health = health
+        self._config, self._engine, self._facts, self._health = config, engine, facts, health
         self._tls = config.tls
         self._close_exporter = export_spans(os.environ, "penstock")
         self._metrics = Metrics()
@@ -112,6 +109,7 @@ class RunningService:
             max_sequence_tokens,
             max_retain_s=conversations.ttl_s,
             max_drafts=config.max_drafts,
+            drafts_predictions=config.drafts_predictions,
             grammars=self.grammars,
             defaults=config.sampling_defaults,
             generates=config.generates,

@@ -58,6 +58,8 @@ class ServerConfig:
     """The same for its reasoning."""
     speculation: SpeculationConfig | None = None
     """How the worker drafts; None: no speculative decoding."""
+    drafts_predictions: bool = True
+    """Whether the worker drafts from the outputs that requests predict."""
     conversation_ttl_s: float = 600.0
     """The time for which an ended request can be continued, and the longest time for which its KV cache is retained."""
     conversation_tokens: int = 1_000_000

@@ -131,13 +131,7 @@ _MEDIA = Unsupported("is not supported: the model takes only text; send text in 
 FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "GenerateOneRequest": {"start": Nested(required=True)},
     "CompleteRequest": {"start": Nested(required=True)},
-    "GenerateRequest": {
-        "start": Nested(),
-        "cancel": Nested(),
-        "update": Nested(),
-        "append": Nested(),
-        "commit": Nested(),
-    },
+    "GenerateRequest": {name: Nested() for name in ("start", "cancel", "update", "append", "commit")},
     "GenerationStart": {
         "ref": _UINT32,
         "text": Text(0, MAX_TEXT_BYTES),
@@ -161,7 +155,9 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "idempotency_key": _CLIENT_ID,
         "retain_mode": Known(frozenset({0, 1})),
         "model": _MODEL,
+        "prediction": Nested(),
     },
+    "Prediction": {"text": Text(0, MAX_TEXT_BYTES), "token_ids": Nested()},
     "Constraint": {
         "json_schema": Text(1, MAX_GRAMMAR_BYTES),
         "any_json": Nested(),

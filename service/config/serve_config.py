@@ -280,6 +280,7 @@ class ServeConfig:
         'drafted if that is faster', metavar="JSON", shown="no drafts",
         is_json=True,
     )  # fmt: skip
+    enable_predictions: bool = flag(True, "draft from the outputs that requests predict, which never changes output")
     max_queued_requests: int = flag(
         1024, "limit on waiting requests; more are refused", metavar="N", low=1, high=1 << 20
     )

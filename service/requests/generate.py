@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 import penstock.v1 as pb
 from penstock.kv.block_hash import tenant_salt
-from penstock.scheduler.plan import MAX_FORCED_DRAFTS, SamplingParams
+from penstock.scheduler.plan import MAX_FORCED_DRAFTS, MAX_PREDICTED_DRAFTS, SamplingParams
 from penstock.scheduler.request import Event, Prompt, Request, TextState
 from penstock.service.config.field_rules import Limit
 from penstock.service.config.limits import Validator
@@ -29,6 +29,7 @@ from penstock.service.requests.chat import ToolSchemas, check_chat, parse_chat, 
 from penstock.service.requests.contexts import StoredContext
 from penstock.service.requests.cost import check_cost, check_token_texts, fit_whole
 from penstock.service.requests.grammar_check import GrammarChecks, check_constraint
+from penstock.service.requests.prediction import predicted_ids
 from penstock.service.requests.tool_choice import CallConstraints
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.text.detokenizer import IdsOnly, text_states
@@ -81,6 +82,7 @@ class RequestBuilder:
         *,
         max_retain_s: float,
         max_drafts: int = 0,
+        drafts_predictions: bool = True,
         grammars: GrammarChecks,
         defaults: SamplingDefaults | None = None,
         generates: bool = True,
@@ -90,9 +92,10 @@ class RequestBuilder:
         """``max_sequence_tokens`` is the maximum length of a choice with its prompt: the model's context or the KV
         cache's size, whichever is less. ``max_retain_s`` is the longest time for which KV can be retained, and the
         default for requests that continue others. ``max_drafts`` is the maximum number of draft tokens per choice and
-        step. ``defaults`` are the model's sampling defaults. ``generates``: whether the model has an output head;
-        otherwise every request is refused. ``formats`` are those of the model's outputs; by default none are known.
-        ``auto_retain_s`` returns how long KV is retained for a tenant in the mode AUTO."""
+        step. ``drafts_predictions``: whether predictions are used. ``defaults`` are the model's sampling defaults.
+        ``generates``: whether the model has an output head; otherwise every request is refused. ``formats`` are those
+        of the model's outputs; by default none are known. ``auto_retain_s`` returns how long KV is retained for a
+        tenant in the mode AUTO."""
         self._generates = generates
         self._auto_retain_s = auto_retain_s
         self._validator = validator
@@ -102,6 +105,7 @@ class RequestBuilder:
         self._max_sequence_tokens = max_sequence_tokens
         self._max_retain_s = max_retain_s
         self._max_drafts = max_drafts
+        self._drafts_predictions = drafts_predictions
         self._grammars = grammars
         self._defaults = SamplingDefaults() if defaults is None else defaults
         formats = AnswerFormats() if formats is None else formats
@@ -225,6 +229,7 @@ class RequestBuilder:
             max_tokens = fit_whole(start, self.output_form(start), longest_bytes, num_prompt_tokens, max_tokens)
         logprobs, prompt_logprobs = (_optional(start.output, name) for name in ("logprobs", "prompt_logprobs"))
         check_cost(n, logprobs, prompt_logprobs, num_prompt_tokens, max_tokens)
+        prediction = predicted_ids(start.prediction, self._tokenizer, self._validator)
         request = Request(
             request_id=origin.request_id,
             prompt_token_ids=prompt.token_ids,
@@ -242,7 +247,8 @@ class RequestBuilder:
             client_request_id=start.client_request_id,
             arrival=origin.arrival,
             hash_salt=salt,
-            max_drafts=self._drafts(start, grammar),
+            max_drafts=self._drafts(start, grammar, prediction),
+            prediction=prediction if self._drafts_predictions else [],
             measures_text=self._parsing.parses(start),
             grammar=self._whole_grammar(start, grammar, prompt.token_ids, max_tokens),
             grammar_end_ids=frozenset(self._tokenizer.eos_token_ids if grammar else ()),
@@ -313,8 +319,9 @@ class RequestBuilder:
             return min(self._auto_retain_s(tenant), self._max_retain_s)
         return self._max_retain_s if start.continue_from else 0.0
 
-    def _drafts(self, start: pb.GenerationStart, grammar: str) -> int:
-        most = max(self._max_drafts, MAX_FORCED_DRAFTS) if grammar else self._max_drafts
+    def _drafts(self, start: pb.GenerationStart, grammar: str, prediction: list[int]) -> int:
+        predicted = MAX_PREDICTED_DRAFTS if prediction and self._drafts_predictions else 0
+        most = max(self._max_drafts, predicted, MAX_FORCED_DRAFTS if grammar else 0)
         return min(start.max_draft_tokens, most) if start.HasField("max_draft_tokens") else most
 
     def _max_tokens(self, start: pb.GenerationStart, num_prompt_tokens: int) -> int:

@@ -132,6 +132,8 @@ def _speculation(speculation: SpeculationCounts) -> pb.Speculation:
         steps=speculation.steps,
         drafted_at=speculation.drafted_at,
         accepted_at=speculation.accepted_at,
+        predicted_tokens=speculation.predicted,
+        accepted_predicted_tokens=speculation.accepted_predicted,
     )
 
 

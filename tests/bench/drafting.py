@@ -12,8 +12,9 @@ from collections.abc import Callable
 import numpy as np
 
 from penstock.models.batch.rows import Row, RowTable
-from penstock.models.speculative.controller import NOTHING, SpeculationController
+from penstock.models.speculative.controller import SpeculationController
 from penstock.models.speculative.cost_model import StepCost
+from penstock.models.speculative.draft_rows import NOTHING
 from penstock.models.speculative.drafter import Drafter, Wanted
 from penstock.models.speculative.ngram import NgramDrafter
 from penstock.models.speculative.suffix import SuffixDrafter

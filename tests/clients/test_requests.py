@@ -85,6 +85,20 @@ def test_half_a_surrogate_pair_is_refused_by_field():
         build_start("hi", {"stop": ["\ud800"]})
 
 
+def test_a_prediction_is_text_or_token_ids():
+    assert build_start("hi", {"prediction": "so"}).prediction.text == "so"
+    assert build_start("hi", {"prediction": ""}).prediction.HasField("text")
+    assert list(build_start("hi", {"prediction": (1, 2)}).prediction.token_ids.ids) == [1, 2]
+    assert not build_start("hi", {"prediction": None}).HasField("prediction")
+    assert start_from_line({"id": 1, "prompt": "hi", "prediction": "so"}, {}).prediction.text == "so"
+    for wrong, says in (
+        (5, "prediction: expected text"), ([1, "a"], r"prediction\[1\]: expected a token id"),
+        ([{"role": "user", "content": "a"}], "prediction: expected text or token ids"), ("\ud800", "prediction: .*sur"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidOption, match=f"^{says}"):
+            build_start("hi", {"prediction": wrong})
+
+
 def test_nan_is_left_to_the_service_which_names_it():
     assert math.isnan(build_start("hi", {"temperature": math.nan}).sampling.temperature)
 

@@ -88,6 +88,8 @@ class Runner:
         return lambda: StepResult(plan.step, [], [], 0, 1)
 
 class Backend(FakeExecutor):
+    runs_ahead = False
+
     def prefault(self):
         pass
 

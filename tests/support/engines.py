@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.models.backends.base import Backend, load_backend
-from penstock.models.speculative.controller import Drafted, SpeculationController
+from penstock.models.speculative.controller import SpeculationController
 from penstock.models.speculative.cost_model import StepCost
-from penstock.models.speculative.drafter import Drafter, Wanted, valid_part
+from penstock.models.speculative.draft_rows import Drafted
+from penstock.models.speculative.drafter import Drafter, NoDrafter, Wanted, valid_part
 from penstock.models.structured_output.manager import grammars_of
 from penstock.models.worker.runner import Runner
 from penstock.models.worker.speculation import check_speculation, make_controller, make_drafter
@@ -86,8 +87,10 @@ class InProcessExecutor:
         return backend.facts
 
     def _drafting(self, config: WorkerConfig, backend: Backend) -> SpeculationController | None:
-        if config.speculation is None or not self._is_eager:
+        if not self._is_eager:
             return make_controller(config, backend)
+        if config.speculation is None:  # it drafts from predictions, by a clock that stands still
+            return SpeculationController(NoDrafter(), 0, StepCost(2048), runs_ahead=False, clock=lambda: 0.0)
         return Eager(make_drafter(config, backend), config.speculation.num_speculative_tokens)
 
     def submit(self, plan: StepPlan) -> None:

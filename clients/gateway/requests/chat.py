@@ -63,6 +63,8 @@ def build_chat_start(body: ChatRequest, headers: Headers, caller: UpstreamCaller
     fill_output(start.output, body, logprobs, body.prompt_logprobs)
     start.output.parse_reasoning = True
     start.output.parse_tool_calls = uses_tools(body)
+    if body.prediction is not None:
+        start.prediction.text = content_text(body.prediction.content, "prediction", may_refuse=False)
     if forces_call(body):
         _check_forced(body)
     else:

@@ -26,6 +26,7 @@ class UsageTracker:
             "model": caller.model.name,
             "system_fingerprint": f"penstock-{caller.model.version}",
         }
+        self._predicted, self._accepted_predicted = 0, 0
         self._so_far, self._finished = Usage(), Usage()
         """The tokens that have arrived so far, and the final numbers of the requests that have finished."""
 
@@ -45,6 +46,9 @@ class UsageTracker:
                 self._finished.cached_tokens += event.usage.cached_tokens
                 self._finished.output_tokens += event.usage.output_tokens
                 self._finished.reasoning_tokens += event.usage.reasoning_tokens
+                if event.speculation is not None:
+                    self._predicted += event.speculation.predicted_tokens
+                    self._accepted_predicted += event.speculation.accepted_predicted_tokens
 
     def chunk(self, choices: Sequence[Json]) -> Json:
         """Returns a chunk with these choices."""
@@ -55,14 +59,22 @@ class UsageTracker:
             chunk["usage"] = None
         return chunk
 
-    def last_chunk(self, *, without_output: bool = False, shows_reasoning: bool = False) -> list[Json]:
+    def last_chunk(
+        self, *, without_output: bool = False, shows_reasoning: bool = False, shows_prediction: bool = False
+    ) -> list[Json]:
         """Returns the chunk with the usage, if requested. ``without_output``: no output was requested.
-        ``shows_reasoning``: whether the usage has the number of reasoning tokens."""
+        ``shows_reasoning``: whether the usage has the number of reasoning tokens. ``shows_prediction``: likewise those
+        of the prediction."""
         if self._is_streamed and not self._in_last_chunk:
             return []
         usage = _usage(replace(self._finished, output_tokens=0) if without_output else self._finished)
         if shows_reasoning:
             usage["completion_tokens_details"] = {"reasoning_tokens": self._finished.reasoning_tokens}
+        if shows_prediction:
+            usage["completion_tokens_details"] |= {
+                "accepted_prediction_tokens": self._accepted_predicted,
+                "rejected_prediction_tokens": self._predicted - self._accepted_predicted,
+            }
         return [{**self._common, "choices": [], "usage": usage}]
 
 

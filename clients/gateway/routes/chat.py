@@ -149,6 +149,7 @@ class ChatWriter:
         self, body: ChatRequest, caller: UpstreamCaller, reader: ChatReader, prompt_token_ids: Sequence[int] | None
     ) -> None:
         self._body = without_texts(body)
+        self._has_prediction = body.prediction is not None
         self._reader = reader
         self._prompt_token_ids = prompt_token_ids
         self._echoed = content_text(body.messages[-1].content, "messages") if body.echo else ""
@@ -178,7 +179,7 @@ class ChatWriter:
         return chunks
 
     def end(self) -> list[Json]:
-        return self._usage_tracker.last_chunk(shows_reasoning=True)
+        return self._usage_tracker.last_chunk(shows_reasoning=True, shows_prediction=self._has_prediction)
 
     def failed(self, error: GatewayError) -> list[Json]:
         """Returns the error in the form that OpenAI's clients understand."""

@@ -75,6 +75,13 @@ Messages = Annotated[list[ChatRequestMessage], Field(min_length=1, max_length=40
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
+class PredictedOutput(Lenient):
+    """The output that the caller expects."""
+
+    type: Literal["content"]
+    content: str | Items[ChatTextPart] = Field(description="The text, or its parts, which are lines.")
+
+
 class ChatRequest(GenerationBody):
     """A request to answer a conversation."""
 
@@ -92,6 +99,9 @@ class ChatRequest(GenerationBody):
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several tool calls. If false, only the first is kept."""
     response_format: ResponseFormat | None = Field(None, description="The format that the answer must have.")
+    prediction: PredictedOutput | None = None
+    """The output that the caller expects, such as a text in which little is to be changed. It may save time, and never
+    changes the answer."""
     reasoning_effort: str | None = Field(None, description="Passed to the chat template, if it has such a variable.")
     thinking_token_budget: Annotated[int, Field(ge=-1, le=2**32 - 1)] | None = None
     """The maximum number of reasoning tokens of each choice; then the reasoning is closed and the answer begins. 0: no

@@ -296,6 +296,12 @@ class CompletionTokensDetails(BaseModel):
     """Details of the output's tokens."""
 
     reasoning_tokens: int = Field(description="The number of reasoning tokens, counted from their text.")
+    accepted_prediction_tokens: int | None = Field(
+        None, description="The number of tokens drafted from the prediction that are in the output. Only with one."
+    )
+    rejected_prediction_tokens: int | None = Field(
+        None, description="The number of tokens drafted from the prediction that are not. They are not charged."
+    )
 
 
 class UsageInfo(BaseModel):

@@ -9,7 +9,7 @@ from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import Experts, NormKind, NormPlacement, QkNorm, Scoring
 from penstock.models.backends.cuda.model import logits_dtype
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
-from penstock.scheduler.plan import MAX_FORCED_DRAFTS, WorkerConfig
+from penstock.scheduler.plan import MAX_FORCED_DRAFTS, MAX_PREDICTED_DRAFTS, WorkerConfig
 
 
 def shape_of(
@@ -89,9 +89,12 @@ def _kind_of(spec: ModelSpec, layer: int, shape: ModelShape) -> ModelShape:
 
 
 def max_drafts(config: WorkerConfig) -> int:
-    """Returns the most drafts of a row in a step: those that a drafter proposes or a grammar forces."""
+    """Returns the most drafts of a row in a step: those that a drafter proposes, a caller predicts or a grammar
+    forces."""
     proposed = 0 if config.speculation is None else config.speculation.num_speculative_tokens
-    return proposed if config.tokenizer is None else max(proposed, MAX_FORCED_DRAFTS)
+    predicted = MAX_PREDICTED_DRAFTS if config.drafts_predictions else 0
+    forced = 0 if config.tokenizer is None else MAX_FORCED_DRAFTS
+    return max(proposed, predicted, forced)
 
 
 def _mixture(experts: Experts) -> Mixture:

@@ -312,6 +312,7 @@ class GenerationStart(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     SUPERSEDES_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The client's number for the request on a Generate stream: at least 1, unique among the live requests of its stream,
@@ -364,7 +365,8 @@ class GenerationStart(_message.Message):
     """How that time is chosen if `retain_ms` is not set. Default: that of `retain_ms`."""
     max_draft_tokens: _builtins.int
     """The maximum number of tokens drafted for a choice in one step: 0 (off) to 32. Drafts change when tokens arrive,
-    never which tokens. Default and upper limit: what the service drafts, and at least 16 with a `constraint`.
+    never which tokens. Default and upper limit: what the service drafts; at least 16 with a `constraint`, and 32 with a
+    `prediction`.
     """
     truncate_prompt_tokens: _builtins.int
     """The maximum number of prompt tokens to keep: 1 to the model's context, or -1 for as many as fit with one output
@@ -403,6 +405,10 @@ class GenerationStart(_message.Message):
     def constraint(self) -> _constraint_pb2.Constraint:
         """The constraint that the output of each choice must match. Default: none."""
 
+    @_builtins.property
+    def prediction(self) -> Global___Prediction:
+        """The output that the caller expects, such as a document in which little is to be changed. Default: none."""
+
     def __init__(
         self,
         *,
@@ -427,11 +433,12 @@ class GenerationStart(_message.Message):
         max_draft_tokens: _builtins.int | None = ...,
         truncate_prompt_tokens: _builtins.int | None = ...,
         truncation_side: _prompt_pb2.TruncationSide.ValueType = ...,
+        prediction: Global___Prediction | None = ...,
         supersedes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "constraint", b"constraint", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "priority", b"priority", "prompt", b"prompt", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "constraint", b"constraint", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "client_request_id", b"client_request_id", "constraint", b"constraint", "continue_from", b"continue_from", "idempotency_key", b"idempotency_key", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "open", b"open", "output", b"output", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "retain_mode", b"retain_mode", "retain_ms", b"retain_ms", "sampling", b"sampling", "supersedes", b"supersedes", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "client_request_id", b"client_request_id", "constraint", b"constraint", "continue_from", b"continue_from", "idempotency_key", b"idempotency_key", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "open", b"open", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "retain_mode", b"retain_mode", "retain_ms", b"retain_ms", "sampling", b"sampling", "supersedes", b"supersedes", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
@@ -459,6 +466,42 @@ class GenerationStart(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerationStart: _TypeAlias = GenerationStart  # noqa: Y015
+
+@_typing.final
+class Prediction(_message.Message):
+    """The output that a caller expects. Tokens that follow in it are drafted, where that is measured to be faster: up to 32
+    in one step, or `max_draft_tokens`. The output is the one without a prediction, token for token, also where they
+    differ: after a difference, the place in the prediction is found again. The prediction is for each of the n choices.
+    It may be set together with a `constraint`: drafts then end where they do not match it. Its tokens are not prompt
+    tokens, but count towards `max_queued_tokens` while the request waits. `finished.speculation` has the numbers of
+    drafts. Ignored by Prefetch, and by a service with `--no-enable-predictions` or `--tensor-parallel-size` above 1.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Text, tokenized by itself, without special tokens. At most 4 MiB of UTF-8, and 786,432 tokens."""
+    @_builtins.property
+    def token_ids(self) -> _prompt_pb2.TokenIds:
+        """Token ids."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: _prompt_pb2.TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___Prediction: _TypeAlias = Prediction  # noqa: Y015
 
 @_typing.final
 class GenerationCancel(_message.Message):

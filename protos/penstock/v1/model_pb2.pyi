@@ -289,7 +289,9 @@ class ServiceLimits(_message.Message):
     num_kv_blocks: _builtins.int
     """The number of blocks of the KV cache."""
     max_draft_tokens: _builtins.int
-    """The maximum number of tokens that are drafted for a choice in a step. 0 if speculation is off."""
+    """The maximum number of tokens that are drafted for a choice in a step without a `prediction` or a `constraint`. 0 if
+    speculation is off.
+    """
     def __init__(
         self,
         *,

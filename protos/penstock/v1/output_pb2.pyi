@@ -570,12 +570,18 @@ class Speculation(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     DRAFTED_AT_FIELD_NUMBER: _builtins.int
     ACCEPTED_AT_FIELD_NUMBER: _builtins.int
+    PREDICTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTED_TOKENS_FIELD_NUMBER: _builtins.int
     drafted_tokens: _builtins.int
     """The number of drafted tokens."""
     accepted_tokens: _builtins.int
     """The number of drafted tokens that were chosen."""
     steps: _builtins.int
     """The number of steps with drafts. Each step yielded 1 token more than the number of its accepted drafts."""
+    predicted_tokens: _builtins.int
+    """The number of drafted tokens that came from the request's `prediction`."""
+    accepted_predicted_tokens: _builtins.int
+    """The number of those that were chosen."""
     @_builtins.property
     def drafted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Entry i: the number of steps that computed i + 1 drafts or more."""
@@ -592,10 +598,12 @@ class Speculation(_message.Message):
         steps: _builtins.int = ...,
         drafted_at: _abc.Iterable[_builtins.int] | None = ...,
         accepted_at: _abc.Iterable[_builtins.int] | None = ...,
+        predicted_tokens: _builtins.int = ...,
+        accepted_predicted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_tokens", b"accepted_tokens", "drafted_at", b"drafted_at", "drafted_tokens", b"drafted_tokens", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_predicted_tokens", b"accepted_predicted_tokens", "accepted_tokens", b"accepted_tokens", "drafted_at", b"drafted_at", "drafted_tokens", b"drafted_tokens", "predicted_tokens", b"predicted_tokens", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -182,6 +182,46 @@ async def test_tokens_of_reasoning_are_counted_whether_it_is_shown_or_not(script
         assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * len("because")}
 
 
+async def test_a_predicted_output_is_passed_on_and_counted(scripted_gateway):
+    submit = scripted_gateway.executor.submit
+    predicted: list[bytes] = []
+
+    def submit_and_note(plan):
+        predicted.extend(bytes(added.prediction) for added in plan.added)
+        submit(plan)
+
+    scripted_gateway.executor.submit = submit_and_note
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "you"}]
+    plain = await whole_of(scripted_gateway, "hello world", prediction=None)
+    for content, n in (("hello", 1), (parts, 2)):
+        prediction = {"type": "content", "content": content}
+        answer = await whole_of(scripted_gateway, "hello world", prediction=prediction, n=n)
+        assert answer["choices"][0]["message"] == plain["choices"][0]["message"]
+        details = answer["usage"]["completion_tokens_details"]
+        assert details["accepted_prediction_tokens"] > 0
+        assert details["rejected_prediction_tokens"] > 0  # the fake worker draws how many are right
+        ChatCompletion.model_validate(answer, extra="forbid")
+    assert predicted == [b"", b"hello", b"hello\nyou", b"hello\nyou"]
+    assert plain["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ({"type": "text", "content": "a"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ("a", "prediction"),
+        ({"type": "content", "content": [{"type": "text"}]}, "prediction.content[0]"),
+        ({"type": "content", "content": "x" * ((4 << 20) + 1)}, "prediction.content"),
+    ],
+)
+async def test_what_is_wrong_with_a_prediction_is_named(gateway, prediction, param):
+    response = await gateway.post(PATH, messages=messages("x"), prediction=prediction)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param or error["param"].startswith(f"{param}.")
+
+
 async def test_reasoning_is_apart_and_can_be_left_out(scripted_gateway):
     said = "<think>because</think>So."
     message = (await whole_of(scripted_gateway, said))["choices"][0]["message"]

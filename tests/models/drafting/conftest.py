@@ -26,6 +26,7 @@ class Asked:
     sampling: SamplingParams = GREEDY
     max_drafts: int = 8
     tenant: str = ""
+    prediction: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -68,10 +69,10 @@ class Player:
         told = [Told() for _ in asked]
         size, next_block, added = self._facts.block_size, 0, []
         for row, one in enumerate(asked):
-            end = next_block - (-(len(one.prompt) + num_tokens + 16) // size)
+            end = next_block - (-(len(one.prompt) + num_tokens + one.max_drafts + 8) // size)
             added.append(
                 AddedRow(row, self._epoch, one.prompt, len(one.prompt), 0, list(range(next_block, end)), one.sampling,
-                         max_drafts=one.max_drafts, tenant=one.tenant)
+                         max_drafts=one.max_drafts, tenant=one.tenant, prediction=one.prediction)
             )  # fmt: skip
             next_block = end
         chunks = [Chunk(row, 0, len(one.prompt)) for row, one in enumerate(asked)]

@@ -228,4 +228,5 @@ def test_ranks_are_refused():
 def test_without_a_config_nothing_is_drafted(simulation):
     device = simulation(lambda n: 1.0, lambda row, at: True).device
     check_speculation(WorkerConfig("model"))
-    assert make_controller(WorkerConfig("model"), device) is None
+    assert make_controller(WorkerConfig("model", uses_predictions=False), device) is None
+    assert make_controller(WorkerConfig("model", tensor_parallel_size=2), device) is None

@@ -14,8 +14,9 @@ import torch
 from penstock.models.backends.base import load_backend
 from penstock.models.checkpoint.checkpoint import resolve_model
 from penstock.models.executor.process import WorkerProcess
-from penstock.models.speculative.controller import Drafted, SpeculationController
+from penstock.models.speculative.controller import SpeculationController
 from penstock.models.speculative.cost_model import StepCost
+from penstock.models.speculative.draft_rows import Drafted
 from penstock.models.speculative.drafter import Wanted
 from penstock.models.speculative.eagle import drafter as eagle
 from penstock.models.train_demo.eagle3 import draft
@@ -59,7 +60,7 @@ class Watched(SpeculationController):
         assert all(self._drafter.is_ready(row) for row, _ in wanted)
         wait_for_tokens()
         drafts = {}
-        for (row, most), (token_ids, confidences) in zip(wanted, self._propose(wanted), strict=True):
+        for (row, most), (token_ids, confidences, _) in zip(wanted, self._propose(wanted), strict=True):
             assert len(token_ids) == len(confidences) == most
             self.proposed.append((list(row.history), most, token_ids, row.sampling))
             drafts[row.number] = token_ids

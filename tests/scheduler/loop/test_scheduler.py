@@ -261,6 +261,18 @@ def test_admission_is_bounded(world_type, new_request):
     world.drain()
 
 
+def test_a_prediction_takes_room_in_the_queue_until_its_request_begins(world_type, new_request):
+    world = world_type(10, config(max_queued_tokens=30))
+    world.add(new_request("one", prompt(5), max_tokens=1, n=2, prediction=[1] * 20))
+    with pytest.raises(Refused) as refused:
+        world.scheduler.add_request(new_request("two", prompt(5), prediction=[1]))
+    assert refused.value.kind is RefusalKind.QUEUE_FULL
+    world.add(new_request("three", prompt(5)))
+    world.next_plan()
+    world.add(new_request("four", prompt(5), prediction=[1] * 20))
+    world.drain()
+
+
 def test_usage_and_timings(world_type, new_request):
     now = [100.0]
     world = world_type(64, config())

@@ -73,10 +73,23 @@ def test_who_does_not_want_drafts_has_none(new_world, new_request):
 
 def test_an_added_row_carries_its_drafting_settings(new_world, new_request):
     world = new_world()
-    world.add(new_request("one", prompt(5), tenant="a", max_drafts=3, grammar="start: /x/"))
+    world.add(new_request("one", prompt(5), tenant="a", max_drafts=3, grammar="start: /x/", prediction=[1, 2]))
     world.schedule()
     (added,) = world.plans[-1].added
-    assert (added.max_drafts, added.grammar, added.tenant) == (3, "start: /x/", "a")
+    assert (added.max_drafts, added.grammar, added.tenant, added.prediction) == (3, "start: /x/", "a", [1, 2])
+
+
+def test_drafts_from_a_prediction_are_counted_apart(new_world, new_request):
+    world = new_world(budget=64)
+    predicted, drafted = (
+        world.add(new_request(name, prompt(5, first), max_tokens=20, max_drafts=3, prediction=prediction))
+        for name, first, prediction in (("predicted", 0, [1]), ("drafted", 1, []))
+    )
+    run(world)
+    counts = predicted.finished.speculation
+    assert 0 < counts.accepted_predicted == counts.accepted < counts.predicted == counts.drafted
+    assert drafted.finished.speculation.predicted == 0 < drafted.finished.speculation.drafted
+    assert world.scheduler.counters.speculation.predicted == counts.predicted
 
 
 def test_chunks_come_before_drafts(new_world, new_request):

@@ -97,6 +97,9 @@ def in_a_request(bad: Message, path: str) -> tuple[str, Any, str]:
         case pb.Constraint():
             start.constraint.CopyFrom(bad)
             path = f"constraint.{path}"
+        case pb.Prediction():
+            start.prediction.CopyFrom(bad)
+            path = f"prediction.{path}"
         case pb.StringChoices():
             start.constraint.choices.CopyFrom(bad)
             path = f"constraint.choices.{path}"

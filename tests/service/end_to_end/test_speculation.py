@@ -149,6 +149,24 @@ async def test_more_drafts_than_the_maximum_are_refused(controller, details_of):
     assert details_of(caught.value)["BadRequest"].field_violations[0].field == "max_draft_tokens"
 
 
+async def test_a_prediction_is_drafted_from_without_any_flag_unless_another_turns_it_off(start_service):
+    prediction = pb.Prediction(text="something")
+    for flags, expected in (({}, 32), ({"drafts_predictions": False}, 0), ({"speculation": NGRAM}, 32)):
+        service = await start_service(**flags)
+        speculation = (await service.generation.Complete(request(prediction=prediction))).finished.speculation
+        assert len(speculation.drafted_at) == expected
+        assert speculation.predicted_tokens == speculation.drafted_tokens
+        assert speculation.accepted_predicted_tokens == speculation.accepted_tokens
+
+
+def test_the_worker_is_told_whether_it_drafts_from_predictions():
+    for expected in (True, False):
+        config = ServeConfig(port=0, admin_listen="off", metrics_listen="off", enable_predictions=expected)
+        prepared = prepare(config)
+        assert prepared.worker.drafts_predictions is prepared.server.drafts_predictions is expected
+    assert not parse_config(["--no-enable-predictions"]).enable_predictions
+
+
 async def test_a_service_without_drafts_takes_the_bound(start_service):
     service = await start_service()
     answer = await service.generation.Complete(request(max_draft_tokens=8))

@@ -15,7 +15,7 @@ from penstock.service.text.tokenizer import TokenizerPool
 def make_builder(byte_tokenizer):
     pools = []
 
-    def make(max_model_len=4096, max_sequence_tokens=None, tokenizer=None, defaults=None):
+    def make(max_model_len=4096, max_sequence_tokens=None, tokenizer=None, defaults=None, **more):
         tokenizer = tokenizer or byte_tokenizer
         pool = TokenizerPool(tokenizer, block_size=16, max_prompt_tokens=max_model_len - 1)
         pools.append(pool)
@@ -28,6 +28,7 @@ def make_builder(byte_tokenizer):
             max_retain_s=600.0,
             grammars=GrammarChecks(tokenizer),
             defaults=defaults,
+            **more,
         )
 
     yield make

@@ -20,6 +20,13 @@ def repeats_with_its_seed(answer: Answer, ask: Ask) -> None:
     assert ask(seed=8).text != answer.text
 
 
+def is_equal_without(name: str) -> Holds:
+    def is_equal(answer: Answer, ask: Ask) -> None:
+        assert ask(**{name: None}).text == answer.text
+
+    return is_equal
+
+
 def differs_without(name: str) -> Holds:
     def differs(answer: Answer, ask: Ask) -> None:
         assert ask(**{name: None}).text != answer.text

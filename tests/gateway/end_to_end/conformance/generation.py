@@ -42,6 +42,7 @@ from .claims import (
     has_two_prompts,
     has_two_words_alone,
     is_cut_to_the_context,
+    is_equal_without,
     is_greedy,
     is_said,
     is_the_word,
@@ -253,11 +254,15 @@ OF_CHAT = (
     Case("reasoning_effort", "a variable of the template", {"reasoning_effort": "low"}),
     Case("documents", "a variable of the template", {"documents": [{"text": "a"}]}),
     Case("verbosity", "a variable of the template", {"verbosity": "low"}),
+    Case("prediction", "saves time, and changes nothing", {"prediction": {"type": "content", "content": "The kernel"}},
+         is_equal_without("prediction")),
+    Case("prediction", "other content than text", {"prediction": {"type": "content", "content": [{"type": "file"}]}},
+         support=REFUSED),
     Case("verbosity", "others", {"verbosity": "none"}, support=REFUSED),
     *(
         Case(name, "", {name: value}, support=IGNORED)
         for name, value in {
-            "metadata": {"a": "b"}, "prediction": {"type": "content", "content": "a"}, "store": True,
+            "metadata": {"a": "b"}, "store": True,
         }.items()
     ),
     *(
