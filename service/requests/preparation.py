@@ -1,9 +1,11 @@
-"""The preparation of a request: its time limit, its end if it ends before the engine has it, and changes until then."""
+"""The preparation of a request: its origin, its time limit, its end if it ends before the engine has it, and changes
+until then."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import penstock.v1 as pb
 from penstock.scheduler.request import (
@@ -15,6 +17,16 @@ from penstock.scheduler.request import (
     TokenUsage,
 )
 from penstock.service.errors import Reason, ServiceError
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A request's id and tenant, and its times by ``time.monotonic()``."""
+
+    request_id: str
+    tenant: str
+    arrival: float
+    deadline: float | None = None
 
 
 @asynccontextmanager

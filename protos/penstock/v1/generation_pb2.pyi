@@ -352,7 +352,8 @@ class GenerationStart(_message.Message):
     """The caller's key for this request and its repetitions, at most 128 bytes of printable ASCII. A request with the key
     of another request of the same tenant that is live, or that ended well within the last 10 minutes, fails with
     ALREADY_EXISTS; the metadata of the ErrorInfo has the other's `request_id`. So a gateway that repeats a call pays
-    only once. The service keeps 131,072 keys of ended requests, and forgets the oldest first. Default: none.
+    only once. The service keeps 131,072 keys of ended requests; above that, the tenant with the most keys loses its
+    oldest. Default: none.
     """
     retain_ms: _builtins.int
     """How long the KV cache of this request's context is kept after its end in preference to ordinary cache, for requests
@@ -550,6 +551,7 @@ class GenerationAppend(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     REPLACE_FROM_FIELD_NUMBER: _builtins.int
+    APPEND_ID_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The ref of the request."""
     text: _builtins.str
@@ -558,6 +560,10 @@ class GenerationAppend(_message.Message):
     """The number of the first piece to take back before the content is added, which then has this number: at most the
     number of pieces. Only while the prompt is open. Useful for a transcript, whose end may still change.
     Default: none.
+    """
+    append_id: _builtins.int
+    """The client's number for this append, which the `injected` or the `frames_refused` of its content names. Any number;
+    the service does not compare it with others. Default: 0, which means none.
     """
     @_builtins.property
     def token_ids(self) -> _prompt_pb2.TokenIds:
@@ -575,10 +581,11 @@ class GenerationAppend(_message.Message):
         token_ids: _prompt_pb2.TokenIds | None = ...,
         chat: _prompt_pb2.Chat | None = ...,
         replace_from: _builtins.int | None = ...,
+        append_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_replace_from", b"_replace_from", "chat", b"chat", "content", b"content", "replace_from", b"replace_from", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_from", b"_replace_from", "chat", b"chat", "content", b"content", "ref", b"ref", "replace_from", b"replace_from", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_from", b"_replace_from", "append_id", b"append_id", "chat", b"chat", "content", b"content", "ref", b"ref", "replace_from", b"replace_from", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__replace_from: _TypeAlias = _typing.Literal["replace_from"]  # noqa: Y015
     _WhichOneofArgType__replace_from: _TypeAlias = _typing.Literal["_replace_from", b"_replace_from"]  # noqa: Y015
@@ -754,10 +761,13 @@ class FrameRefused(_message.Message):
     REF_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     FRAME_FIELD_NUMBER: _builtins.int
+    APPEND_ID_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The ref in the frame. 0 if it has none."""
     frame: Global___FrameKind.ValueType
     """What the frame was."""
+    append_id: _builtins.int
+    """The `append_id` of an `append`. 0 if it has none."""
     @_builtins.property
     def status(self) -> _status_pb2.Status:
         """Why it was refused."""
@@ -768,10 +778,11 @@ class FrameRefused(_message.Message):
         ref: _builtins.int = ...,
         status: _status_pb2.Status | None = ...,
         frame: Global___FrameKind.ValueType = ...,
+        append_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "ref", b"ref", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_id", b"append_id", "frame", b"frame", "ref", b"ref", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -789,22 +800,28 @@ class Injected(_message.Message):
     REF_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     INJECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    APPEND_IDS_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The ref of the request."""
     output_tokens: _builtins.int
     """The number of output tokens before them, as `usage` counts them."""
     injected_tokens: _builtins.int
     """The number of injected tokens."""
+    @_builtins.property
+    def append_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The `append_id`s of these appends, in their order, without those that are 0."""
+
     def __init__(
         self,
         *,
         ref: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
         injected_tokens: _builtins.int = ...,
+        append_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["injected_tokens", b"injected_tokens", "output_tokens", b"output_tokens", "ref", b"ref"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_ids", b"append_ids", "injected_tokens", b"injected_tokens", "output_tokens", b"output_tokens", "ref", b"ref"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
