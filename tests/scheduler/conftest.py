@@ -102,6 +102,7 @@ class World:
             arrival=self.now,
             max_drafts=rng.choice((0, 0, 2, 5)),
             grammar=rng.choice(("", "", "g", " ", "   ")),
+            is_warm_up=rng.random() < 0.1,
         )
         self.add(request)
 
@@ -289,7 +290,7 @@ class World:
             assert [sequence.rank for sequence in line] == sorted(sequence.rank for sequence in line)
         live = {id(sequence) for received in self.scheduler.requests.values() for sequence in received.sequences}
         assert {id(sequence) for sequence in [*running, *waiting]} <= live, "a choice that is dead waits or runs"
-        new = [sequence for sequence in waiting if sequence.is_new]
+        new = [sequence for sequence in waiting if sequence.is_new and not sequence.live.request.is_warm_up]
         assert planner.waiting.queued.requests == sum(sequence.index == 0 for sequence in new)
         assert planner.waiting.queued.tokens == sum(sequence.num_prompt_tokens for sequence in new)
         assert planner.waiting.num_pooled == sum(sequence.is_pooled for sequence in waiting)
@@ -307,7 +308,10 @@ class World:
         for use in self.scheduler.tenants:
             assert use.num_rows == sum(sequence.live.tenant is use for sequence in running)
             assert use.num_waiting == sum(sequence.live.tenant is use for sequence in waiting)
-            assert use.num_live == sum(live.tenant is use for live in self.scheduler.requests.values()) > 0
+            own_requests = [live.request for live in self.scheduler.requests.values() if live.tenant is use]
+            assert own_requests, "a tenant without requests counts as busy"
+            assert use.num_live == sum(not request.is_warm_up for request in own_requests)
+            assert use.warm_ups.requests == len(own_requests) - use.num_live
             own = [(sequence.index == 0, sequence.num_prompt_tokens) for sequence in new if sequence.live.tenant is use]
             assert planner.waiting.queued_of(use.name) == (sum(n for n, _ in own), sum(n for _, n in own))
         assert {id(sequence) for sequence in running if sequence.live.held} == set(map(id, planner.running.held))
