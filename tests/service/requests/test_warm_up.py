@@ -155,3 +155,23 @@ async def test_threads_join_long_prompts_that_are_committed(open_frames, monkeyp
     await stream.send(begin(open=True), *(append(text="x") for _ in range(1000)), commit())
     assert (await stream.finished()).usage.prompt_tokens == 1000
     assert threading.main_thread().ident not in threads
+
+
+async def test_requests_do_not_wait_for_it(open_frames, monkeypatch):
+    begun, gate, make_whole = threading.Event(), threading.Event(), PromptPieces.whole
+
+    def joining(pieces):
+        begun.set()
+        gate.wait()
+        return make_whole(pieces)
+
+    monkeypatch.setattr(PromptPieces, "whole", joining)
+    stream = await open_frames()
+    await stream.send(begin(open=True), append(text=TEXT))
+    try:
+        await until(begun.is_set)
+        async with asyncio.timeout(60):
+            answer = await stream.whole(text="other")
+    finally:
+        gate.set()
+    assert answer.finished.status.code == 0
