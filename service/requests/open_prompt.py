@@ -105,9 +105,9 @@ class PromptPieces(NamedTuple):
     """The pieces of a prompt at one time, which threads may join."""
 
     start: pb.GenerationStart
-    """Without a prompt."""
+    """The start, except for its prompt."""
     options: pb.Chat
-    """Without messages."""
+    """The chat of the start, except for its messages."""
     kind: str | None
     """The field of the prompt; None: the prompt is empty."""
     pieces: Sequence[Piece]
