@@ -308,10 +308,8 @@ class World:
         for use in self.scheduler.tenants:
             assert use.num_rows == sum(sequence.live.tenant is use for sequence in running)
             assert use.num_waiting == sum(sequence.live.tenant is use for sequence in waiting)
-            own_requests = [live.request for live in self.scheduler.requests.values() if live.tenant is use]
-            assert own_requests, "a tenant without requests counts as busy"
-            assert use.num_live == sum(not request.is_warm_up for request in own_requests)
-            assert use.warm_ups.requests == len(own_requests) - use.num_live
+            kinds = Counter(r.request.is_warm_up for r in self.scheduler.requests.values() if r.tenant is use)
+            assert (use.num_live, use.warm_ups.requests) == (kinds[False], kinds[True]) != (0, 0)
             own = [(sequence.index == 0, sequence.num_prompt_tokens) for sequence in new if sequence.live.tenant is use]
             assert planner.waiting.queued_of(use.name) == (sum(n for n, _ in own), sum(n for _, n in own))
         assert {id(sequence) for sequence in running if sequence.live.held} == set(map(id, planner.running.held))

@@ -326,14 +326,15 @@ class GenerationStart(_message.Message):
     still keeps the context (at most for `--conversation-ttl`, default 600 s). Otherwise NOT_FOUND: send the whole
     context. Any number of requests may continue the same one. `text` and `token_ids` are appended as they are. `chat`
     holds only the new messages; what the template puts after the last answer precedes them (FAILED_PRECONDITION if the
-    template does not show answers unchanged). All limits apply to context and prompt together. At most 64 bytes.
-    Default: none.
+    template does not show answers unchanged). Repeat `tools` and `template_variables_json`, which the template may show
+    with new messages. All limits apply to context and prompt together. At most 64 bytes. Default: none.
     """
     open: _builtins.bool
     """Whether more of the prompt follows by `append`. The service computes what has arrived while it waits for the rest.
-    The output begins after `commit`. The tenant is charged for tokens when they are computed ahead, and not again. An open prompt
-    to which nothing is appended for `--open-prompt-ttl` (default 60 s) ends with DEADLINE_EXCEEDED, and so does one whose
-    deadline passes. A service that drains ends open prompts with UNAVAILABLE. Only for Generate. Default: false.
+    The output begins after `commit`. The tenant is charged for tokens when they are computed ahead, and not again. An
+    open prompt to which nothing is appended for `--open-prompt-ttl` (default 60 s) ends with DEADLINE_EXCEEDED, and so
+    does one whose deadline passes. A service that drains ends open prompts with UNAVAILABLE. Only for Generate.
+    Default: false.
     """
     timeout_ms: _builtins.int
     """The deadline of the request, in milliseconds from its arrival: 1 to 86,400,000. Default: the deadline of the call
@@ -533,14 +534,14 @@ class GenerationAppend(_message.Message):
     Pieces of text are joined as they are, before the whole text is tokenized; messages of a `chat` follow the earlier
     ones, and its other fields are those of the `start`.
 
-    After the prompt is committed, the content is injected: at the next step its tokens follow the tokens that were chosen
-    so far, and the output goes on after them. An `injected` reports the place. Injected tokens count as prompt tokens in
-    `usage`, and as output for penalties; `sampling.max_tokens` does not count them. A `text` is tokenized by itself. A
-    `chat` holds only new messages, as with `continue_from`, and is rendered with the tools and the template variables of
-    the request's chat unless it has its own. FAILED_PRECONDITION for a request with several choices or
-    with a `constraint`. INVALID_ARGUMENT if the request would not fit in the model's context or the KV cache. A request
-    that has ended, or that ends before the next step, is NOT_FOUND. Injections count as calls of TokenizerService against
-    the tenant's `requests_per_second`.
+    After the prompt is committed, the content is injected: at the next step its tokens follow the tokens that were
+    chosen so far, and the output goes on after them. An `injected` reports the place. Injected tokens count as prompt
+    tokens in `usage`, and as output for penalties; `sampling.max_tokens` does not count them. A `text` is tokenized by
+    itself. A `chat` holds only new messages, as with `continue_from`, and is rendered with the tools and the template
+    variables of the request's chat unless it has its own. FAILED_PRECONDITION for a request with several choices or with
+    a `constraint`. INVALID_ARGUMENT if the request would not fit in the model's context or the KV cache. A request that
+    has ended, or that ends before the next step, is NOT_FOUND. Injections count as calls of TokenizerService against the
+    tenant's `requests_per_second`.
 
     An append that is refused changes nothing and gets a `frames_refused`. While the prompt of a request is being
     tokenized, at most 16 of its appends can wait.
@@ -831,8 +832,8 @@ Global___Injected: _TypeAlias = Injected  # noqa: Y015
 
 @_typing.final
 class PrefetchRequest(_message.Message):
-    """A request to compute a prompt ahead. The full blocks of the prompt count against the tenant's `tokens_per_minute`, and
-    the call against its `requests_per_second`.
+    """A request to compute a prompt ahead. The full blocks of the prompt count against the tenant's `tokens_per_minute`,
+    and the call against its `requests_per_second`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

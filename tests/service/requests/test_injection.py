@@ -185,9 +185,10 @@ TOOL_TEMPLATE = TAIL_TEMPLATE + "!"
 class TestMessages:
     """Injected messages are rendered as they are in a conversation with the options of the request's chat."""
 
-    @pytest.mark.parametrize(
-        ("options", "own", "tail"),
-        [
+    async def test_options(self, open_frames, write_tokenizer, tmp_path):
+        path = write_tokenizer(tmp_path, [("default", TAIL_TEMPLATE), ("tool_use", TOOL_TEMPLATE)])
+        stream = await open_frames(paced(), tokenizer=Tokenizer(path))
+        cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
             ({}, {}, ""),
             ({"tools": ["look"]}, {}, "[look]!"),
             ({"tools": ["look"]}, {"tools": ["ask"]}, "[ask]!"),
@@ -195,23 +196,18 @@ class TestMessages:
             ({"mood": "?"}, {}, "?"),
             ({"mood": "?"}, {"mood": ""}, ""),
             ({"mood": "?", "tools": ["look"]}, {}, "?[look]!"),
-        ],
-        ids=["none", "tools", "other tools", "own tools", "a variable", "another variable", "both"],
-    )
-    @pytest.mark.parametrize("is_open", [False, True], ids=["whole", "open"])
-    async def test_options(self, open_frames, write_tokenizer, tmp_path, options, own, tail, is_open):
-        path = write_tokenizer(tmp_path, [("default", TAIL_TEMPLATE), ("tool_use", TOOL_TEMPLATE)])
-        stream = await open_frames(paced(), tokenizer=Tokenizer(path))
-        await stream.send(begin(chat=chat("Look.", **self.fields(**options)), max_tokens=60, open=is_open))
-        if is_open:
-            await stream.send(commit())
-        await stream.until(lambda: stream.outcome().deltas)
-        await stream.send(append(chat=chat("42", role="tool", **self.fields(**own))))
-        finished = await stream.finished()
+        ]
+        for ref, (options, _, _) in enumerate(cases, 1):
+            is_open = ref % 2 == 0
+            whole = chat("Look.", **self.fields(**options))
+            await stream.send(begin(ref=ref, chat=whole, max_tokens=100, open=is_open), *[commit(ref)] * is_open)
+        await stream.until(lambda: all(stream.outcome(ref).deltas for ref in range(1, 1 + len(cases))))
+        for ref, (_, own, _) in enumerate(cases, 1):
+            await stream.send(append(ref=ref, chat=chat("42", role="tool", **self.fields(**own))))
+        await stream.until(lambda: len(stream.injected) == len(cases))
         assert not stream.refused
-        [event] = stream.injected
-        assert event.injected_tokens == len(f"T42{tail}")
-        assert finished.status.code == 0
+        found = {event.ref: event.injected_tokens for event in stream.injected}
+        assert found == {ref: len(f"T42{tail}") for ref, (_, _, tail) in enumerate(cases, 1)}
 
     def fields(self, tools=(), mood=None):
         return {
