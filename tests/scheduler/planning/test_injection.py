@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.kv import manager
+from penstock.kv import block_hash, manager
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.planning.sequence import SequenceStatus
 from penstock.scheduler.timeline_entry import EntryKind
@@ -61,7 +61,7 @@ def test_one_that_is_read_keeps_what_it_has_computed(running):
 def test_the_cost_of_an_injection_is_that_of_what_is_new(running, monkeypatch):
     """The blocks of the history are neither hashed nor looked up again."""
     num_hashed, num_wanted = 0, 0
-    hash_blocks, add_owner = manager.hash_blocks, running.scheduler.kv.wanted.add_owner
+    hash_blocks, add_owner = block_hash.hash_blocks, running.scheduler.kv.wanted.add_owner
 
     def hashing(token_ids, *rest):
         nonlocal num_hashed
