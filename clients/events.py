@@ -211,11 +211,13 @@ class FrameRefused:
     """The reason. It is not raised."""
     frame: str = ""
     """``update``, ``append`` or ``commit``."""
+    append_id: int = 0
+    """What ``append`` returned; 0 for other frames."""
 
     @classmethod
     def from_proto(cls, message: pb.FrameRefused) -> "FrameRefused":
         name = pb.FrameKind.Name(message.frame).removeprefix("FRAME_KIND_").lower()
-        return cls(failure_from_status(message.status), name)
+        return cls(failure_from_status(message.status), name, message.append_id)
 
 
 @dataclass(slots=True)
@@ -225,10 +227,12 @@ class Injected:
     output_tokens: int
     """The number of output tokens before them."""
     injected_tokens: int
+    append_ids: list[int] = field(default_factory=list)
+    """What ``append`` returned for each of them."""
 
     @classmethod
     def from_proto(cls, message: pb.Injected) -> "Injected":
-        return cls(message.output_tokens, message.injected_tokens)
+        return cls(message.output_tokens, message.injected_tokens, message.append_ids[:])
 
 
 Event = Accepted | PromptLogprobs | Delta | FrameRefused | Injected | Finished

@@ -29,6 +29,7 @@ class RequestStream:
         self._mailbox = Mailbox()
         self._ref = 0
         self._older: RequestStream | None = None
+        self._num_appends = 0
         self._ended = False
         self._cancelled = False
         self._give_up_at: float | None = None
@@ -97,15 +98,19 @@ class RequestStream:
             if update.HasField("timeout_ms"):
                 self._expect_end_within(update.timeout_ms / 1000)
 
-    def append(self, content: Prompt, *, replace_from: int | None = None) -> None:
+    def append(self, content: Prompt, *, replace_from: int | None = None) -> int:
         """Adds to the open prompt of the request, which ``open_prompt`` begins: the content is its next piece, or takes
         the place of the pieces from number ``replace_from`` on. After ``commit``, the content is injected into the
         output, and an ``Injected`` is among the events. If the service refuses, nothing changes, and a ``FrameRefused``
-        is among the events. Does nothing if the request has ended. Raises InvalidOption."""
+        is among the events. Both have the number that this method returns: 1 for the first append of the request. Does
+        nothing else if the request has ended. Raises InvalidOption."""
         append = build_append(content, replace_from)
+        self._num_appends += 1
+        append.append_id = self._num_appends
         self._begin()
         if self._carrier is not None and not self._ended:
             self._carrier.append(self._ref, append)
+        return append.append_id
 
     def commit(self) -> None:
         """Ends the open prompt: the output begins."""

@@ -120,13 +120,13 @@ class SyncRequestStream:
 
         self._thread.run(update())
 
-    def append(self, content: Prompt, *, replace_from: int | None = None) -> None:
-        """Adds to the open prompt, or to the output. See ``RequestStream.append``."""
+    def append(self, content: Prompt, *, replace_from: int | None = None) -> int:
+        """Adds to the open prompt, or to the output; returns its number. See ``RequestStream.append``."""
 
-        async def append() -> None:
-            self._request.append(content, replace_from=replace_from)
+        async def append() -> int:
+            return self._request.append(content, replace_from=replace_from)
 
-        self._thread.run(append())
+        return self._thread.run(append())
 
     def commit(self) -> None:
         """Ends the open prompt: the output begins."""

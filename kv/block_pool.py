@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, KeysView, Sequence
 from itertools import chain
 
-from penstock.kv.retention import Lease, Retention
+from penstock.kv.retention import Lease, LeaseKind, Retention
 
 
 class BlockPool:
@@ -45,6 +45,9 @@ class BlockPool:
         self._retention = Retention(share=self.num_blocks // 2)
         # Leases of retained blocks, and of held ones that will be retained when they are released.
         self._leases: dict[int, Lease] = {}
+        self._shorter: dict[int, Lease] = {}
+        """The leases of the other kind on such blocks, which do not end later, and count once the longer one is given
+        up."""
         self._num_leases = 0
 
     @property
@@ -96,7 +99,7 @@ class BlockPool:
             block, _ = self._cached.popitem(last=False)
         else:
             block = self._retention.pop()
-            del self._leases[block]
+            self._end_leases(block)
         self._on_evicted(self._drop_hash(block), block)
         return block
 
@@ -143,7 +146,7 @@ class BlockPool:
                 elif lease is not None and lease.until > self._now:
                     self._retention.put(block, lease)
                 else:  # even after a lease: it was in use until now, so it counts as recent
-                    self._leases.pop(block, None)
+                    self._end_leases(block)
                     self._cached[block] = None
 
     def is_retained(self, block_hash: bytes) -> bool:
@@ -162,14 +165,14 @@ class BlockPool:
         self._owners[block] = owner
         return True
 
-    def retain(self, hashes: Sequence[bytes], until: float, owner: str) -> None:
+    def retain(self, hashes: Sequence[bytes], until: float, owner: str, kind: LeaseKind = LeaseKind.CONTEXT) -> None:
         """Retains the blocks that these hashes of a sequence's beginning find: once they are not held, they are evicted
         after all others until ``until``, by ``time.monotonic()``. If a block has a lease already, the later expiry
         counts.
 
         Above half of all blocks, those of an ``owner`` go before what is cached of others.
         """
-        lease = Lease(until, owner, self._num_leases)
+        lease = Lease(until, owner, self._num_leases, kind)
         self._num_leases += 1
         leases = self._leases
         for block_hash in reversed(hashes):
@@ -179,21 +182,45 @@ class BlockPool:
             known = leases.get(block)
             # On equal times the newer lease gets the block; otherwise a beginning might go before its branch.
             if known is not None and known.until > until:
+                self._keep_shorter(block, known, lease)
                 continue
             if not self._refcounts[block]:
                 self._leave_cache(block)
                 self._retention.put(block, lease)
             leases[block] = lease
+            if known is not None:
+                self._keep_shorter(block, lease, known)
 
     def give_up(self, hashes: Iterable[bytes], owner: str) -> None:
-        """Ends the leases of ``owner`` on the blocks that these hashes find; those that are not held lapse."""
+        """Ends the leases for contexts of ``owner`` on the blocks that these hashes find. A block that is not held
+        lapses, unless it was computed ahead, for a time that has not passed."""
         found = [block for block_hash in hashes if (block := self._by_hash.get(block_hash)) is not None]
         leased = [block for block in found if (lease := self._leases.get(block)) and lease.owner == owner]
         for block in leased:
-            lease = self._leases.pop(block)
+            lease = self._leases[block]
+            other = self._shorter.pop(block, None)
+            if lease.kind is not LeaseKind.CONTEXT:
+                continue  # then the other one was the context's
             if not self._refcounts[block]:
                 self._retention.remove(block, lease)
+            if other is not None and other.until > self._now:
+                self._leases[block] = other
+                if not self._refcounts[block]:
+                    self._retention.put(block, other)
+                continue
+            del self._leases[block]
+            if not self._refcounts[block]:
                 self._lapsed[block] = None
+
+    def _keep_shorter(self, block: int, longer: Lease, lease: Lease) -> None:
+        """Records a lease that does not end after the block's, if it has the other kind."""
+        known = self._shorter.get(block)
+        if lease.kind is not longer.kind and (known is None or known.kind is longer.kind or known.until <= lease.until):
+            self._shorter[block] = lease
+
+    def _end_leases(self, block: int) -> None:
+        self._leases.pop(block, None)
+        self._shorter.pop(block, None)
 
     def expire(self, now: float) -> None:
         """Lets the blocks lapse that are retained until ``now`` or earlier. Must be called for every plan; costs
@@ -203,7 +230,7 @@ class BlockPool:
 
     def _lapse(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            del self._leases[block]
+            self._end_leases(block)
             self._lapsed[block] = None
 
     def flush(self) -> int:
@@ -211,7 +238,7 @@ class BlockPool:
         flushed = [*self._lapsed, *self._cached, *(block for block in self._leases if not self._refcounts[block])]
         for block in flushed:
             self._drop_hash(block)
-            self._leases.pop(block, None)
+            self._end_leases(block)
         self._lapsed.clear()
         self._cached.clear()
         self._retention.clear()
@@ -247,4 +274,8 @@ class BlockPool:
             else:
                 assert block not in blanks, f"blank block {block} has a hash"
                 assert self._by_hash.get(block_hash) == block, f"block {block} is not found by its hash"
+        for block, lease in self._shorter.items():
+            longer = self._leases[block]
+            assert longer.until >= lease.until, f"block {block} is kept by the shorter of two leases"
+            assert longer.kind is not lease.kind, f"block {block} has two leases of one kind"
         assert len(self._by_hash) == sum(block_hash is not None for block_hash in self._hashes)

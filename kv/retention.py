@@ -6,18 +6,29 @@ block that was added first. An owner that has more than its share goes before al
 
 from bisect import insort
 from collections import Counter, OrderedDict
+from enum import Enum, auto
 from operator import attrgetter
 
 _EXPIRY = attrgetter("expiry")
 
 
+class LeaseKind(Enum):
+    """Why blocks are kept."""
+
+    CONTEXT = auto()
+    """They are those of a sequence that ended and may be continued."""
+    AHEAD = auto()
+    """They were computed for a sequence that is expected."""
+
+
 class Lease:
     """Keeps a sequence's blocks for ``owner`` until ``until``, by ``time.monotonic()``."""
 
-    def __init__(self, until: float, owner: str, number: int) -> None:
+    def __init__(self, until: float, owner: str, number: int, kind: LeaseKind = LeaseKind.CONTEXT) -> None:
         """Among leases that expire at the same time, the one with the lower ``number`` gives up its blocks first."""
         self.until = until
         self.owner = owner
+        self.kind = kind
         self.expiry = (until, number)
         self.blocks: OrderedDict[int, None] = OrderedDict()
         """The blocks that are not held, in the order in which they are given up. Not a plain dict: that would walk over

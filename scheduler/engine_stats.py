@@ -52,11 +52,11 @@ class EngineStats(Counters):
     restarts: int
     """The total of workers that were replaced."""
     requests: int = 0
-    """Requests that have not finished."""
+    """Requests that have not finished. These and the totals of requests are without warm-ups."""
     running: int = 0
-    """Running rows. A request of n sequences has up to n."""
+    """Running rows, including those of warm-ups. A request of n sequences has up to n."""
     waiting: int = 0
-    """Sequences that wait for a row."""
+    """Sequences that wait for a row, without warm-ups."""
     kv_usage: float = 0.0
     """The share of blocks that rows hold, 0 to 1. Cached blocks that can be evicted do not count."""
     cached_blocks: int = 0

@@ -308,7 +308,10 @@ class Request:
     supersedes: str = ""
     """The id of a live request of the same tenant that ends when this one enters the queue. Ignored if it has ended."""
     is_warm_up: bool = False
-    """Only its KV matters, for a request that follows: it is not charged to its tenant's token rate."""
+    """Only its KV matters, for a request that follows. It takes no place of its tenant's requests, and counts neither
+    among requests nor in their totals."""
+    num_paid_tokens: int = 0
+    """Tokens of its prompts that are not charged to its tenant's token rate, because they were before."""
     measures_text: bool = False
     """Whether its deltas have ``text_lengths`` without log-probabilities too."""
     more_prompts: Sequence[Prompt] = ()
@@ -328,6 +331,11 @@ class Request:
         if choice and self.more_prompts:
             return self.more_prompts[choice - 1]
         return Prompt(self.prompt_token_ids, self.block_hashes)
+
+    @property
+    def num_charged_tokens(self) -> int:
+        """The tokens of its prompts that are charged to its tenant's token rate."""
+        return self.num_prompt_tokens - self.num_paid_tokens
 
     @property
     def num_prompts(self) -> int:

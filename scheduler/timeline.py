@@ -215,6 +215,10 @@ class Timeline:
         timeout_s = None if change.deadline is None else change.deadline - self._clock()
         self._add_event(EntryKind.UPDATED, detail=UpdateDetail(change.priority, timeout_s, change.max_tokens))
 
+    def injected(self, choice: int, num_tokens: int) -> None:
+        """Records that this many tokens were put into the history of a waiting sequence."""
+        self._add_event(EntryKind.INJECTED, choice, num_tokens=num_tokens)
+
     def ended(self, reason: EngineFinishReason) -> None:
         for track in self._tracks:
             self._continue_with(track, None)

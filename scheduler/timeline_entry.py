@@ -18,6 +18,7 @@ class EntryKind(Enum):
     RESTARTED = auto()
     HELD = auto()
     UPDATED = auto()
+    INJECTED = auto()
     ENDED = auto()
 
 

@@ -4,9 +4,9 @@ import math
 
 from penstock.scheduler.config import RETRY_AFTER_MS
 from penstock.scheduler.planning.context import PlanningContext
-from penstock.scheduler.planning.queues import Queued
 from penstock.scheduler.planning.rate_limit import Rated, TenantRateLimit
 from penstock.scheduler.planning.sequence import RequestState
+from penstock.scheduler.planning.tenants import RequestCount
 from penstock.scheduler.request import RefusalKind, Refused, Request
 from penstock.scheduler.timing.queue_time import Prediction
 
@@ -15,6 +15,9 @@ MIN_RETRY_AFTER_MS = 50
 MAX_QUEUED_POOLED = 1 << 16
 """The maximum number of waiting prompts to embed or classify, unless a single request has more. Each is a sequence,
 however short."""
+
+MAX_WARM_UPS = 1024
+"""The maximum number of warm-ups that have not finished; their prompts have the limit of the queue's tokens."""
 
 
 class AdmissionControl:
@@ -53,10 +56,13 @@ class AdmissionControl:
         if request.deadline is not None and request.deadline <= now:
             raise Refused(RefusalKind.DEADLINE, "the deadline had passed when the request arrived")
         self.check_size(request)
-        self._check_tenant(request, superseded)
+        if request.is_warm_up:
+            self._check_warm_ups(request)
+        else:
+            self._check_tenant(request, superseded)
+        check_rate(Rated.TOKEN, request.num_charged_tokens, self._context.tenants.rate_limit(request.tenant), now)
         if not request.is_warm_up:
-            check_rate(Rated.TOKEN, request.num_prompt_tokens, self._context.tenants.rate_limit(request.tenant), now)
-        self._check_queue(request, superseded)
+            self._check_queue(request, superseded)
         if request.deadline is not None and prediction is not None:
             _check_deadline(request.deadline - now, prediction, alone_s)
 
@@ -109,6 +115,17 @@ class AdmissionControl:
             )
         check_rate(Rated.TOKEN, num_tokens, self._context.tenants.rate_limit(request.tenant), self._context.clock())
 
+    def _check_warm_ups(self, request: Request) -> None:
+        """Limits the warm-ups that have not finished. A tenant may have half of what the others leave."""
+        tenants = self._context.tenants
+        total, own = tenants.warm_ups, tenants.warm_ups_of(request.tenant)
+        more = own.plus(1, request.num_prompt_tokens)
+        most = RequestCount(MAX_WARM_UPS, self._context.config.max_queued_tokens)
+        left = most.plus(own.requests - total.requests, own.tokens - total.tokens)
+        if own.requests and (2 * more.requests > left.requests or 2 * more.tokens > left.tokens):
+            message = f"this tenant's prompts that are computed ahead: {own.requests:,}"
+            raise Refused(RefusalKind.QUEUE_FULL, message, RETRY_AFTER_MS)
+
     def _check_queue(self, request: Request, superseded: RequestState | None) -> None:
         config, waiting, num_tokens = self._context.config, self._context.waiting, request.num_queued_tokens
         gone = _queued(superseded)
@@ -129,7 +146,7 @@ class AdmissionControl:
                 RefusalKind.QUEUE_FULL, f"waiting prompts to embed or classify: {num_pooled:,}", RETRY_AFTER_MS
             )
 
-    def _is_within_share(self, request: Request, gone: Queued) -> bool:
+    def _is_within_share(self, request: Request, gone: RequestCount) -> bool:
         """Returns whether the tenant's share of the queue has room, without what is ``gone``. Where tenants take turns,
         a tenant may fill its share even if others have filled all of the queue."""
         config, waiting = self._context.config, self._context.waiting
@@ -150,9 +167,13 @@ class AdmissionControl:
             )
 
 
-def _queued(live: RequestState | None) -> Queued:
+def _queued(live: RequestState | None) -> RequestCount:
     """Returns what a request adds to the size of the queue."""
-    return Queued() if live is None or live.started_at is not None else Queued(1, live.request.num_queued_tokens)
+    return (
+        RequestCount()
+        if live is None or live.started_at is not None
+        else RequestCount(1, live.request.num_queued_tokens)
+    )
 
 
 _EXCEEDED = {

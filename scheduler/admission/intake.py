@@ -185,5 +185,5 @@ class RequestIntake:
             self.grammar_budget.check(request)
             self.admission.check(request, prediction, self._predictor.alone_s(request, cached_work), superseded)
         except Refused:
-            self._context.counters.refused += 1
+            self._context.counters.refused += not request.is_warm_up
             raise

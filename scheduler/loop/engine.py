@@ -63,7 +63,8 @@ class Engine:
         self._end: asyncio.Task[None] | None = None
         self._num_finished = 0
         self._num_refused = 0
-        self._is_draining = False
+        self.is_draining = False
+        """Whether new requests are refused, even if the worker is being replaced."""
         self._supervisor = WorkerSupervisor(executor, restart_delay_s)
         self._watchdog = StepWatchdog(step_limit_s, self._predicted_step_s, self._on_step_expired)
 
@@ -94,7 +95,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Adds a request; its sink has ``Accepted`` when this returns. Raises Refused."""
         if self.state is not EngineState.SERVING or self._scheduler is None:
-            self._num_refused += 1
+            self._num_refused += not request.is_warm_up
             raise self._refusal()
         # Before the request is added, because its sink may end it at once.
         self._idle.clear()
@@ -156,7 +157,7 @@ class Engine:
             self._pump_soon()
 
     def _refusal(self) -> Refused:
-        if self._is_draining or self.state is EngineState.STOPPED:
+        if self.is_draining or self.state is EngineState.STOPPED:
             return Refused(RefusalKind.DRAINING, "the service is shutting down")
         retry_ms = self._supervisor.retry_ms if self.state is EngineState.RECOVERING else None
         return Refused(RefusalKind.WORKER_DOWN, "the worker is not running", retry_ms)
@@ -173,7 +174,8 @@ class Engine:
         return 0 if self._scheduler is None else self._scheduler.kv.flush()
 
     def release(self, block_hashes: Sequence[bytes], tenant: str) -> None:
-        """Gives up the KV that is retained for a tenant under these hashes. Running requests keep theirs."""
+        """Gives up the KV that is retained under these hashes for contexts of a tenant. Running requests keep theirs;
+        what was computed ahead stays."""
         if self._scheduler is not None:
             self._scheduler.release(block_hashes, tenant)
 
@@ -214,7 +216,7 @@ class Engine:
         self.abort(request_id, EngineFinishReason.DEADLINE, "the request's deadline passed")
 
     def _on_finished(self, request: Request) -> None:
-        self._num_finished += 1
+        self._num_finished += not request.is_warm_up
         self._forget(request.request_id)
 
     def _forget(self, request_id: str) -> None:
@@ -321,16 +323,16 @@ class Engine:
 
     def drain(self) -> None:
         """Refuses new requests from now on. Admitted requests continue, even if the worker must be replaced first."""
-        self._is_draining = True
+        self.is_draining = True
         if self.state in (EngineState.STARTING, EngineState.SERVING):
             self._set_state(EngineState.DRAINING)
 
     def resume(self) -> bool:
         """Accepts new requests again after ``drain``; returns False if the engine was not draining, or has failed or
         stopped."""
-        if not self._is_draining or self.state in (EngineState.FAILED, EngineState.STOPPED):
+        if not self.is_draining or self.state in (EngineState.FAILED, EngineState.STOPPED):
             return False
-        self._is_draining = False
+        self.is_draining = False
         if self.state is EngineState.DRAINING:
             self._set_state(EngineState.STARTING if self._scheduler is None else EngineState.SERVING)
         return True
@@ -357,7 +359,7 @@ class Engine:
         await self._executor.stop()
 
     def _set_ready(self) -> None:
-        self._set_state(EngineState.DRAINING if self._is_draining else EngineState.SERVING)
+        self._set_state(EngineState.DRAINING if self.is_draining else EngineState.SERVING)
 
     def _set_state(self, state: EngineState) -> None:
         if self.state in (state, EngineState.STOPPED):
@@ -382,9 +384,9 @@ class Engine:
         stats.refused += self._num_refused
         scheduler = self._scheduler
         if scheduler is not None:
-            stats.requests = len(scheduler.requests)
+            stats.requests = len(scheduler.requests) - scheduler.tenants.warm_ups.requests
             stats.running = len(scheduler.running)
-            stats.waiting = len(scheduler.waiting)
+            stats.waiting = len(scheduler.waiting) - scheduler.waiting.num_warm_ups
             stats.kv_usage = scheduler.kv.usage
             stats.cached_blocks = scheduler.kv.pool.num_cached
             stats.stalled = scheduler.num_held

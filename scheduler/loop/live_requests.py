@@ -58,6 +58,8 @@ class LiveRequestFilter:
 
     def may_match(self, live: RequestState) -> bool:
         """Checks everything but the status, which takes longer to find out."""
+        if live.request.is_warm_up:
+            return False  # no client has sent it
         if self.tenant is not None and live.request.tenant != self.tenant:
             return False
         return self.arrived_by is None or live.request.arrival <= self.arrived_by

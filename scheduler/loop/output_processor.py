@@ -66,8 +66,9 @@ class OutputProcessor:
             if row.num_computed >= (sequence.num_published + 1) * self._block_size:
                 self._planner.publish(sequence, row.num_computed // self._block_size)
         if num_tokens:
-            self._planner.counters.output_tokens += num_tokens
-            sequence.live.tenant.num_new += num_tokens
+            if not sequence.live.request.is_warm_up:  # its token is discarded
+                self._planner.counters.output_tokens += num_tokens
+                sequence.live.tenant.num_new += num_tokens
             self._deliver(sequence, token_ids, row.logprobs)
         is_embedded = sequence.is_pooled and row.num_computed == sequence.num_prompt_tokens
         assert is_embedded == (row.vector is not None), f"row {row.row} has a vector too soon, or has none in the end"
@@ -99,6 +100,7 @@ class OutputProcessor:
             self._emit(sequence, delta)
         if sequence.state is SequenceStatus.WAITING:  # its caller may have aborted it, or a stop string was complete
             num_tokens = self._planner.inject(sequence)
+            sequence.live.timeline.injected(sequence.index, num_tokens)
             sequence.live.request.sink(TokensInjected(sequence.output.num_tokens, num_tokens))
 
     def limit(self, sequence: SequenceState, max_tokens: int) -> None:

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from penstock.kv.manager import KVCacheManager
+from penstock.kv.retention import LeaseKind
 from penstock.scheduler.admission.intake import RequestIntake
 from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.config import SchedulerConfig
@@ -85,8 +86,7 @@ class Scheduler:
         is_first = len(self.requests) == (superseded is not None)
         entry = self._intake.examine(request, self._num_arrived, is_first=is_first, superseded=superseded)
         texts = [request.make_text() for _ in range(request.n)]  # may raise, so it comes before any change
-        num_charged = 0 if request.is_warm_up else request.num_prompt_tokens
-        tenant, timeline = self.tenants.enter(request.tenant, num_charged), Timeline(request, self._clock)
+        tenant, timeline = self.tenants.enter(request), Timeline(request, self._clock)
         live = RequestState(request, self._num_arrived, texts, tenant, timeline)
         live.entered_at, live.work, live.place = self._clock(), entry.work, entry.rank[1]
         self._intake.grammar_budget.count(request, 1)
@@ -156,7 +156,7 @@ class Scheduler:
             live.timeline.released()
 
     def release(self, block_hashes: Sequence[bytes], tenant: str) -> None:
-        """Gives up the KV that is retained for a tenant under these hashes."""
+        """Gives up the KV that is retained under these hashes for contexts of a tenant."""
         self.kv.pool.give_up(reversed(block_hashes), tenant)
 
     def explain(self, request_id: str) -> Timeline | None:
@@ -238,13 +238,15 @@ class Scheduler:
     def _close(self, live: RequestState, reason: EngineFinishReason) -> Context | None:
         """Closes a request's accounts; returns the context for requests that continue it."""
         request = live.request
-        self.tenants.leave(live.tenant)
+        self.tenants.leave(live.tenant, request)
         self._intake.grammar_budget.count(request, -1)
         live.timeline.ended(reason)
-        self._ended_timelines.add(live.timeline)
+        if not request.is_warm_up:
+            self._ended_timelines.add(live.timeline)
         context = live.context(reason, self.kv.block_size)
         if context is not None and request.retain_s > 0:
-            self.kv.pool.retain(context.block_hashes, self._clock() + request.retain_s, request.tenant)
+            kind = LeaseKind.AHEAD if request.is_warm_up else LeaseKind.CONTEXT
+            self.kv.pool.retain(context.block_hashes, self._clock() + request.retain_s, request.tenant, kind)
         return context
 
     def _report_finished(

@@ -1,4 +1,5 @@
-"""Blocks of the prompt that forked sequences keep while they wait for a row. It does not know rows."""
+"""Blocks that sequences keep while they wait for a row: forked ones those of the prompt, and those whose output is
+injected into what they have computed. It does not know rows."""
 
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ class PinnedPrefixes:
         self._sequences: list[SequenceState] = []
 
     def add_sequence(self, sequence: SequenceState) -> None:
-        """Adds a waiting, forked sequence, with the blocks that it shares with the first one."""
+        """Adds a sequence that begins to wait, with the blocks that it keeps."""
         if sequence.pinned:
             self._kv.pool.share(sequence.pinned)
             self._sequences.append(sequence)
@@ -33,9 +34,14 @@ class PinnedPrefixes:
         there are none."""
         victims = [sequence for sequence in self._sequences if sequence is not but]
         for victim in victims:
-            self.remove(victim)
-            self._on_taken(victim)
+            self.take(victim)
         return bool(victims)
+
+    def take(self, sequence: SequenceState) -> None:
+        """Releases the blocks of a sequence that continues to wait. Does nothing if it keeps none."""
+        if sequence.pinned:
+            self.remove(sequence)
+            self._on_taken(sequence)
 
     def drop_sequences(self) -> None:
         """Forgets all sequences, because their blocks are gone."""

@@ -37,7 +37,7 @@ class Planner:
         measured_steps = context.facts.measured_steps
         self._base_s = min((step.computed_us * 1e-6 for step in measured_steps if step.decodes), default=0.0)
         """About how long a step takes without any row: as long as the shortest one that was measured at the start."""
-        self._pinned = PinnedPrefixes(self.kv, self.waiting.update_work)
+        self._pinned = PinnedPrefixes(self.kv, self.waiting.unpinned)
         self.restore_policy = HostTierRestorePolicy(self.kv, model, context.facts)
         self.prefill_adder = PrefillAdder(context, self._pinned, self.restore_policy, is_late)
         self._preemption = PreemptionPolicy(context.config.policy, context)
@@ -99,9 +99,10 @@ class Planner:
         sequence.state = SequenceStatus.ENDED
 
     def suspend(self, sequence: SequenceState) -> None:
-        """Takes a sequence out of its row, to wait with the blocks that it has computed."""
-        sequence.pinned = sequence.block_ids[: sequence.num_computed // self.kv.block_size]
-        self._pinned.add_sequence(sequence)
+        """Takes a sequence out of its row, to wait with the blocks that it has computed; without them if it is held."""
+        if not sequence.live.held:
+            sequence.pinned = sequence.block_ids[: sequence.num_computed // self.kv.block_size]
+            self._pinned.add_sequence(sequence)
         self._leave(sequence)
         sequence.state = SequenceStatus.WAITING
         self.waiting.put(sequence)
@@ -124,8 +125,11 @@ class Planner:
             self.running.arrange()
 
     def hold(self, live: RequestState, held: bool) -> None:
-        """Keeps a request out of the plans, or no longer. Its rows keep their blocks until others need them."""
+        """Keeps a request out of the plans, or no longer. Its rows keep their blocks until others need them; those of
+        its sequences that wait give theirs up."""
         for sequence in live.sequences:
+            if held and sequence.state is SequenceStatus.WAITING:
+                self._pinned.take(sequence)
             if sequence.state not in (SequenceStatus.PREFILLING, SequenceStatus.DECODING):
                 continue
             self.running.hold(sequence, held)

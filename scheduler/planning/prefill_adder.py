@@ -135,7 +135,10 @@ class PrefillAdder:
         """Returns whether something other than room keeps the sequence from beginning. Later sequences need not wait
         for that."""
         live = sequence.live
-        if live.held or sequence.to_inject:
+        if live.held:
+            return True
+        if sequence.to_inject:
+            live.timeline.waits(sequence.index, WaitCause.LAST_RESULT)
             return True
         if not self._context.bisector.may_run(live.request.request_id):
             live.timeline.waits(sequence.index, HoldCause.SUSPECT)

@@ -9,12 +9,12 @@ from bisect import insort
 from collections.abc import Container, Iterator
 from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple, cast
+from typing import cast
 
 from penstock.kv.wanted import WantedBlocks
 from penstock.scheduler.planning.ordered_queue import OrderedQueue
 from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
-from penstock.scheduler.planning.tenants import TenantUse
+from penstock.scheduler.planning.tenants import RequestCount, TenantUse
 from penstock.scheduler.policy import Policy, Rank
 from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, total_work
 
@@ -25,34 +25,23 @@ Order = tuple[float, Rank]
 _RANK, _DUE = attrgetter("rank"), attrgetter("due")
 
 
-class Queued(NamedTuple):
-    """The size of the queue: requests whose first prompt has not begun, and the tokens of all prompts that have not
-    begun."""
-
-    requests: int = 0
-    tokens: int = 0
-
-    def plus(self, requests: int, tokens: int) -> "Queued":
-        return Queued(self.requests + requests, self.tokens + tokens)
-
-    def minus(self, other: "Queued") -> "Queued":
-        return self.plus(-other.requests, -other.tokens)
-
-
 class WaitingQueue:
     """Sequences without a row: new, forked and preempted ones."""
 
     def __init__(self, policy: Policy, wanted: WantedBlocks, block_size: int) -> None:
         self.by_turns = False
         """Whether tenants take turns."""
-        self.queued = Queued()
-        """The queued requests and tokens of all tenants."""
+        self.queued = RequestCount()
+        """The size of the queue: requests whose first prompt has not begun, and the tokens of all prompts that have not
+        begun. Without warm-ups."""
+        self.num_warm_ups = 0
+        """The sequences of warm-ups."""
         self.num_pooled = 0
         """Pooled sequences, which have a row only until their prompts are computed."""
         self._wanted = wanted
         self._block_size = block_size
         self._num_sequences = 0
-        self._own: dict[str, Queued] = {}
+        self._own: dict[str, RequestCount] = {}
         """The queued requests and tokens of each tenant that has any. Counted as they enter and leave, because there
         may be many."""
         self._lanes: dict[str, OrderedQueue] = {}
@@ -74,8 +63,8 @@ class WaitingQueue:
         """The number of lanes: one for each waiting tenant where tenants take turns, otherwise at most one."""
         return len(self._lanes)
 
-    def queued_of(self, tenant: str) -> Queued:
-        return self._own.get(tenant, Queued())
+    def queued_of(self, tenant: str) -> RequestCount:
+        return self._own.get(tenant, RequestCount())
 
     def order(self, sequence: SequenceState) -> Order:
         return (sequence.live.tenant.turn if self.by_turns else 0.0, sequence.rank)
@@ -124,7 +113,7 @@ class WaitingQueue:
         """Finds out what the sequence lacks; ``_charge`` keeps it up to date."""
         sequence.num_wanted = sequence.num_missing = sequence.num_evicted = 0
         sequence.num_shared = 0
-        if sequence.reads_cache:
+        if sequence.reads_cache and not sequence.pinned:  # one that keeps blocks has all that it can find
             hashes = sequence.hashes[: (len(sequence.token_ids) - 1) // self._block_size]
             sequence.num_wanted = len(hashes)
             sequence.num_shared = self._wanted.add_owner(
@@ -141,8 +130,17 @@ class WaitingQueue:
             self.update_work(sequence)
 
     def update_work(self, sequence: SequenceState) -> None:
-        """Updates the work of a waiting sequence, after blocks have moved or it has lost the blocks that it kept."""
+        """Updates the work of a waiting sequence, after blocks have moved."""
         before, sequence.work = sequence.work, self._work(sequence)
+        self._change_work(sequence, before)
+
+    def unpinned(self, sequence: SequenceState) -> None:
+        """Updates the work of a waiting sequence that has lost the blocks that it kept."""
+        before, sequence.is_queued = sequence.work, False
+        self._want(sequence)
+        self._change_work(sequence, before)
+
+    def _change_work(self, sequence: SequenceState, before: QueuedWork) -> None:
         change = sequence.work.minus(before)
         self._lanes[self._lane(sequence)].change_work(sequence, change)
         if self._due is not None and sequence.due:
@@ -167,7 +165,9 @@ class WaitingQueue:
         tenant.num_waiting += sign
         if sequence.is_pooled:
             self.num_pooled += sign
-        if sequence.is_new:
+        if sequence.live.request.is_warm_up:
+            self.num_warm_ups += sign
+        elif sequence.is_new:
             num_tokens = sequence.num_prompt_tokens + len(sequence.live.request.prediction)
             change = (sign if sequence.index == 0 else 0, sign * num_tokens)
             self.queued = self.queued.plus(*change)

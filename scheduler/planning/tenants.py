@@ -12,15 +12,30 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.planning.rate_limit import Rated, TenantRateLimit
 from penstock.scheduler.policy import Rank
+from penstock.scheduler.request import Request
 
 MAX_REMEMBERED = 4096
 """The number of tenants without a live request whose turns are kept."""
 MAX_SAVED_TOKENS = 2048
 """The maximum that a tenant may save up: one or two requests of a tenant that uses less than its share go first."""
+
+
+class RequestCount(NamedTuple):
+    """A number of requests, and of the tokens of their prompts."""
+
+    requests: int = 0
+    tokens: int = 0
+
+    def plus(self, requests: int, tokens: int) -> "RequestCount":
+        return RequestCount(self.requests + requests, self.tokens + tokens)
+
+    def minus(self, other: "RequestCount") -> "RequestCount":
+        return self.plus(-other.requests, -other.tokens)
 
 
 class TenantUse:
@@ -31,7 +46,9 @@ class TenantUse:
         self.limits = limits
         self.rate_limit = TenantRateLimit(limits, now)
         self.num_live = 0
-        """Requests that have not finished."""
+        """Requests that have not finished, without warm-ups."""
+        self.warm_ups = RequestCount()
+        """Warm-ups that have not finished."""
         self.num_rows = 0
         """Running rows of its requests."""
         self.num_waiting = 0
@@ -47,6 +64,11 @@ class TenantUse:
         """What it left of its share of a step, for later ones."""
         self.saved_at = -1
         """The number of that step."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any request or warm-up has not finished."""
+        return self.num_live > 0 or self.warm_ups.requests > 0
 
     def charge(self, num_tokens: int) -> None:
         self.served += num_tokens
@@ -70,6 +92,8 @@ class TenantAccounting:
         self._busy: dict[str, TenantUse] = {}
         self.last: TenantUse | None = None
         """The tenant that began last."""
+        self.warm_ups = RequestCount()
+        """The warm-ups of all tenants that have not finished."""
         self._total_weight = 0.0
         """The sum of the busy tenants' weights."""
 
@@ -80,6 +104,10 @@ class TenantAccounting:
     def num_live(self, name: str) -> int:
         use = self._busy.get(name)
         return 0 if use is None else use.num_live
+
+    def warm_ups_of(self, name: str) -> RequestCount:
+        use = self._busy.get(name)
+        return RequestCount() if use is None else use.warm_ups
 
     def rate_limit(self, name: str) -> TenantRateLimit:
         """Returns what remains of a tenant's rates; read-only."""
@@ -94,28 +122,30 @@ class TenantAccounting:
         self._use(name, now).rate_limit.take(kind, 1, now)
         self._forget_some()
 
-    def enter(self, name: str, num_prompt_tokens: int) -> TenantUse:
-        now = self._clock()
+    def enter(self, request: Request) -> TenantUse:
+        """Counts a new request or warm-up, and charges its prompts to its tenant's token rate."""
+        now, name = self._clock(), request.tenant
         use = self._use(name, now)
-        use.rate_limit.take(Rated.TOKEN, num_prompt_tokens, now)
+        use.rate_limit.take(Rated.TOKEN, request.num_charged_tokens, now)
         if not use.num_waiting:
             turns = [other.turn for other in self._busy.values() if other.num_waiting]
             last_turn = 0.0 if self.last is None else self.last.turn
             saved = MAX_SAVED_TOKENS / use.limits.weight
             use.turn = max(use.turn, min(turns, default=last_turn) - saved)
-        if not use.num_live:
+        if not use.is_busy:
             self._busy[name] = use
             self._total_weight += use.limits.weight
-        use.num_live += 1
+        self._count(use, request, 1)
         return use
 
     def charge_tokens(self, use: TenantUse, num_tokens: int) -> None:
         """Counts further prompt tokens of a live request against its tenant's rate."""
         use.rate_limit.take(Rated.TOKEN, num_tokens, self._clock())
 
-    def leave(self, use: TenantUse) -> None:
-        use.num_live -= 1
-        if use.num_live:
+    def leave(self, use: TenantUse, request: Request) -> None:
+        """Counts the end of a request or warm-up."""
+        self._count(use, request, -1)
+        if use.is_busy:
             return
         use.charge_new(self._clock())
         del self._busy[use.name]
@@ -164,6 +194,13 @@ class TenantAccounting:
     def busiest(self, limit: int) -> list[TenantUse]:
         return heapq.nlargest(limit, self._busy.values(), key=lambda use: use.num_live)
 
+    def _count(self, use: TenantUse, request: Request, sign: int) -> None:
+        if request.is_warm_up:
+            change = (sign, sign * request.num_prompt_tokens)
+            use.warm_ups, self.warm_ups = use.warm_ups.plus(*change), self.warm_ups.plus(*change)
+        else:
+            use.num_live += sign
+
     def _use(self, name: str, now: float) -> TenantUse:
         use = self._uses.get(name)
         if use is None:
@@ -176,7 +213,7 @@ class TenantAccounting:
         if len(self._uses) <= 2 * MAX_REMEMBERED:
             return
         now = self._clock()
-        idle = [use for use in self._uses.values() if not use.num_live]
+        idle = [use for use in self._uses.values() if not use.is_busy]
         idle.sort(key=lambda use: (not use.rate_limit.is_full(now), use.turn))
         for use in idle[: max(0, len(idle) - MAX_REMEMBERED)]:
             del self._uses[use.name]

@@ -116,7 +116,7 @@ class RunningService:
             formats=formats,
             auto_retain_s=conversations.return_times.retain_s,
         )
-        warm_up = PrefixWarmer(engine, request_builder, conversations)
+        warm_up = PrefixWarmer(engine, self.pool, request_builder, conversations)
         prompts = OpenPromptConfig(warm_up, config.open_prompt_ttl_s, facts.max_model_len - 1)
         request_context = RequestContext(engine, request_builder, telemetry, conversations, prompts, IdempotencyKeys())
         self.generation = GenerationService(request_context, validator, config.heartbeat_s)

@@ -220,6 +220,7 @@ class Server:
         if self._http is not None:
             self._http.drain()
         self._engine.drain()
+        running.generation.drain()
         num_live = running.generation.num_live + running.pooled_calls.num_live
         _log.info("stopping: requests that have %.0f s to finish: %d", grace_s, num_live)
         idle = asyncio.create_task(self._engine.wait_idle())
@@ -255,3 +256,5 @@ class Server:
         self._health.set_ready(state is EngineState.SERVING and not self._stop_requested.is_set())
         if self._running is not None:
             self._running.generation.send_state()
+            if state is EngineState.DRAINING:
+                self._running.generation.drain()

@@ -26,6 +26,25 @@ def shows_tools(chat: pb.Chat) -> bool:
     return bool(chat.tools) and chat.tool_choice.mode != pb.TOOL_CHOICE_MODE_NONE
 
 
+def chat_options(chat: pb.Chat) -> pb.Chat:
+    """Returns what decides how the template shows further messages of a chat."""
+    options = pb.Chat(template_variables_json=chat.template_variables_json)
+    if shows_tools(chat):
+        options.tools.extend(chat.tools)
+    return options
+
+
+def with_options(chat: pb.Chat, options: pb.Chat) -> pb.Chat:
+    """Returns a chat with the ``options`` of another one, unless it has its own."""
+    filled = pb.Chat()
+    filled.CopyFrom(chat)
+    if not chat.tools:
+        filled.tools.extend(options.tools)
+    if not chat.template_variables_json:
+        filled.template_variables_json = options.template_variables_json
+    return filled
+
+
 def check_chat(chat: pb.Chat, template: ChatTemplate) -> None:
     """Makes all checks that need no parsing. ``template`` is the one that will render the chat. Raises ServiceError."""
     if shows_tools(chat) and not template.shows_tools:

@@ -7,7 +7,6 @@ tokenizer's thread pool.
 import functools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -25,11 +24,12 @@ from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.parsers.base import AnswerParser
 from penstock.service.requests.answer_formats import AnswerFormats
 from penstock.service.requests.answer_parsing import AnswerParsing
-from penstock.service.requests.chat import ToolSchemas, check_chat, parse_chat, shows_tools
+from penstock.service.requests.chat import ToolSchemas, check_chat, parse_chat, shows_tools, with_options
 from penstock.service.requests.contexts import StoredContext
 from penstock.service.requests.cost import check_cost, check_token_texts, fit_whole
 from penstock.service.requests.grammar_check import GrammarChecks, check_constraint
 from penstock.service.requests.prediction import predicted_ids
+from penstock.service.requests.preparation import Origin
 from penstock.service.requests.tool_choice import CallConstraints
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.text.detokenizer import IdsOnly, text_states
@@ -42,16 +42,6 @@ _FORMS: Mapping[int, OutputForm] = {
     pb.OUTPUT_FORMAT_TOKEN_IDS: OutputForm(text=False, token_ids=True),
     pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS: OutputForm(text=True, token_ids=True),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """A request's id and tenant, and its times by ``time.monotonic()``."""
-
-    request_id: str
-    tenant: str
-    arrival: float
-    deadline: float | None = None
 
 
 class ResponseMode(Enum):
@@ -154,26 +144,29 @@ class RequestBuilder:
         check_cost(request.n, sampling.logprobs, sampling.prompt_logprobs, num_prompt_tokens, max_tokens)
         return max_tokens
 
-    def check_append(self, append: pb.GenerationAppend) -> None:
-        """Makes all checks that are possible before the content is tokenized. Raises ServiceError."""
+    def check_append(self, append: pb.GenerationAppend, with_tools: bool) -> None:
+        """Makes all checks that are possible before the content is tokenized. ``with_tools``: whether the chat of the
+        request shows tools. Raises ServiceError."""
         self._validator.check(append)
         kind = append.WhichOneof("content")
         if kind is None:
             raise invalid("content", "is required; set text, token_ids or chat")
         if kind == "chat":
-            check_chat(append.chat, self._tokenizer.chat_template(bool(append.chat.tools)))
+            check_chat(append.chat, self._tokenizer.chat_template(with_tools or shows_tools(append.chat)))
 
-    async def prepare_injection(self, append: pb.GenerationAppend, tenant: str) -> list[int]:
-        """Returns the tokens to inject. ``append`` has passed ``check_append``. Raises ServiceError."""
-        return await self._pool.run(functools.partial(self._injection, append), append.ByteSize(), tenant)
+    async def prepare_injection(self, append: pb.GenerationAppend, options: pb.Chat, tenant: str) -> list[int]:
+        """Returns the tokens to inject. ``append`` has passed ``check_append``; ``options`` are those of the request's
+        chat. Raises ServiceError."""
+        work = functools.partial(self._injection, append, options)
+        return await self._pool.run(work, append.ByteSize() + options.ByteSize(), tenant)
 
-    def _injection(self, append: pb.GenerationAppend) -> list[int]:
+    def _injection(self, append: pb.GenerationAppend, options: pb.Chat) -> list[int]:
         kind = append.WhichOneof("content")
         limit = self._pool.limit("token_ids.ids" if kind == "token_ids" else kind or "")
         if kind == "text":
             token_ids = self._tokenizer.encode_after(append.text, limit)
         elif kind == "chat":
-            token_ids = self._tokenizer.encode_chat_after(parse_chat(append.chat), limit)
+            token_ids = self._tokenizer.encode_chat_after(parse_chat(with_options(append.chat, options)), limit)
         else:
             token_ids = list(append.token_ids.ids)
         limit.check(len(token_ids))
@@ -195,8 +188,21 @@ class RequestBuilder:
             grammar = await self._call_grammar(start, schemas, origin.tenant)
         elif start.constraint.WhichOneof("kind") is not None:
             grammar = await self._grammars.grammar(start.constraint, origin.tenant)
-        work = functools.partial(self._make, start, origin, sink, answer, context, grammar, schemas)
+        work = functools.partial(self.make, start, origin, sink, answer, context, grammar, schemas)
         return await self._pool.run(work, start.ByteSize(), origin.tenant)
+
+    async def check_in_thread(
+        self, make_start: Callable[[], pb.GenerationStart], num_bytes: int, tenant: str
+    ) -> pb.GenerationStart:
+        """Makes a start and checks it, in a thread: its prompt of about ``num_bytes`` may have many parts. Raises
+        ServiceError."""
+
+        def work() -> pb.GenerationStart:
+            start = make_start()
+            self.check(start)
+            return start
+
+        return await self._pool.run(work, num_bytes, tenant)
 
     async def _call_grammar(self, start: pb.GenerationStart, schemas: ToolSchemas, tenant: str) -> str:
         """Returns the grammar of an output whose calls are constrained. Raises ServiceError."""
@@ -207,16 +213,18 @@ class RequestBuilder:
         except ServiceError as error:
             raise self._calls.renamed(error, start) from None
 
-    def _make(
+    def make(
         self,
         start: pb.GenerationStart,
         origin: Origin,
         sink: Callable[[Event], None],
-        answer: ResponseMode,
-        context: StoredContext | None,
-        grammar: str,
-        schemas: ToolSchemas,
+        answer: ResponseMode = ResponseMode.STREAMED,
+        context: StoredContext | None = None,
+        grammar: str = "",
+        schemas: ToolSchemas | None = None,
     ) -> PreparedRequest:
+        """Does the part of ``prepare`` that is for a thread. ``grammar`` is that of the output, if it has one."""
+        schemas = schemas or ToolSchemas(start.chat)
         salt = tenant_salt(self._model_name, origin.tenant)
         if context is None:
             prompt = self._prompt(start, schemas, salt)

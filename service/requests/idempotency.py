@@ -10,7 +10,7 @@ from penstock.service.errors import Reason, ServiceError
 KEPT_S = 600.0
 """The time for which the key of a request that ended well is kept."""
 MAX_KEYS = 1 << 17
-"""The maximum number of keys of ended requests. The oldest go first."""
+"""The maximum number of keys of ended requests. Above it, the tenant with the most keys loses its oldest."""
 
 
 @dataclass(slots=True)
@@ -19,14 +19,46 @@ class _KeyUse:
     ended_at: float | None = None
 
 
+class _LargestTenants:
+    """The number of keys of each tenant, and the tenants by their numbers. Every operation takes constant time."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._by_number: dict[int, dict[str, None]] = {}
+        self._most = 0
+
+    @property
+    def first(self) -> str:
+        """A tenant with the most keys."""
+        return next(iter(self._by_number[self._most]))
+
+    def add(self, tenant: str, change: int) -> None:
+        """Adds 1 or -1 to the number of a tenant."""
+        before = self._numbers.pop(tenant, 0)
+        number = before + change
+        if before:
+            del self._by_number[before][tenant]
+            if not self._by_number[before]:
+                del self._by_number[before]
+        if number:
+            self._numbers[tenant] = number
+            self._by_number.setdefault(number, {})[tenant] = None
+        if number > self._most or self._most not in self._by_number:
+            self._most = number  # the only tenant with the most has one less now, and still the most
+
+
 class IdempotencyKeys:
     """The keys of live requests, and of those that ended well a short time ago."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, max_keys: int = MAX_KEYS) -> None:
         self._clock = clock
+        self._max_keys = max_keys
         self._live: dict[tuple[str, str], _KeyUse] = {}
         self._ended: OrderedDict[tuple[str, str], _KeyUse] = OrderedDict()
         """The keys of ended requests, the oldest first."""
+        self._of_tenant: dict[str, OrderedDict[str, None]] = {}
+        """The same keys by tenant, the oldest first. Not plain dicts: these would walk over deleted beginnings."""
+        self._largest = _LargestTenants()
 
     def begin(self, tenant: str, key: str, request_id: str) -> None:
         """Records the key of a request that begins. Raises ServiceError DUPLICATE_REQUEST if the tenant has used it."""
@@ -52,14 +84,25 @@ class IdempotencyKeys:
         if succeeded:
             used.ended_at = self._clock()
             self._ended[tenant, key] = used
-            if len(self._ended) > MAX_KEYS:
-                self._ended.popitem(last=False)
+            self._of_tenant.setdefault(tenant, OrderedDict())[key] = None
+            self._largest.add(tenant, 1)
+            if len(self._ended) > self._max_keys:
+                largest = self._largest.first
+                self._forget(largest, next(iter(self._of_tenant[largest])))
 
     def _expire(self) -> None:
         oldest = self._clock() - KEPT_S
         while self._ended:
-            key, used = next(iter(self._ended.items()))
+            (tenant, key), used = next(iter(self._ended.items()))
             assert used.ended_at is not None
             if used.ended_at > oldest:
                 return
-            del self._ended[key]
+            self._forget(tenant, key)
+
+    def _forget(self, tenant: str, key: str) -> None:
+        del self._ended[tenant, key]
+        keys = self._of_tenant[tenant]
+        del keys[key]
+        if not keys:
+            del self._of_tenant[tenant]
+        self._largest.add(tenant, -1)

@@ -9,12 +9,15 @@ from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.request import Refused
 from penstock.service.errors import Reason, ServiceError, from_refusal
+from penstock.service.requests.chat import chat_options, shows_tools
 from penstock.service.requests.generate import RequestBuilder
 
 _log = logging.getLogger(__name__)
 
 MAX_WAITING_INJECTIONS = 16
 """The maximum number of appends of a request that wait to be tokenized."""
+MAX_UNINJECTED = 1024
+"""The maximum number of appends of a request that are accepted and wait for the end of a step."""
 
 Refuse = Callable[[ServiceError], None]
 
@@ -28,6 +31,8 @@ class Injections:
         """``start`` is that of the request."""
         self._takes_any = start.sampling.n <= 1 and not start.HasField("constraint")
         """Whether tokens may be injected; calls that are forced are known only when the prompt is prepared."""
+        self._options = chat_options(start.chat) if self._takes_any else pb.Chat()
+        """Appended messages are rendered with them, as if they were in the request's chat."""
         self._engine = engine
         self._request_builder = request_builder
         self._request_id = request_id
@@ -35,9 +40,14 @@ class Injections:
         """Tokenizes the newest append, and waits for those before it."""
         self._waiting: dict[asyncio.Task[None], Refuse] = {}
         """The appends that the engine does not have yet, the oldest first."""
-        self._with_engine: list[Refuse] = []
-        """One for each append that the engine has accepted, and not injected yet."""
+        self._with_engine: list[tuple[int, Refuse]] = []
+        """The number of each append that the engine has accepted, and not injected yet."""
         self._is_closed = False
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the model sees tools, if the request is a chat."""
+        return shows_tools(self._options)
 
     def add(
         self, append: pb.GenerationAppend, tenant: str, refuse: Refuse, preparation: "asyncio.Task[None] | None"
@@ -61,14 +71,16 @@ class Injections:
         self._waiting[self._last] = refuse
         self._last.add_done_callback(lambda task: self._waiting.pop(task, None))
 
-    def injected(self) -> None:
-        """Records that the engine has injected everything that it had accepted."""
+    def take_injected(self) -> list[int]:
+        """Returns the numbers of the appends that the engine had accepted, because it has injected all of them."""
+        append_ids = [append_id for append_id, _ in self._with_engine]
         self._with_engine.clear()
+        return append_ids
 
     def close(self) -> None:
         """Refuses what is not injected, because the request has ended."""
         self._is_closed = True
-        for refuse in (*self._with_engine, *self._waiting.values()):
+        for refuse in (*(refuse for _, refuse in self._with_engine), *self._waiting.values()):
             refuse(ServiceError(Reason.UNKNOWN_REF))
         self._with_engine.clear()
         for task in self._waiting:
@@ -78,12 +90,13 @@ class Injections:
         self, append: pb.GenerationAppend, tenant: str, refuse: Refuse, before: "list[asyncio.Task[None]]"
     ) -> None:
         try:
-            token_ids = await self._request_builder.prepare_injection(append, tenant)
+            append_id = append.append_id
+            token_ids = await self._request_builder.prepare_injection(append, self._options, tenant)
             del append
             if before:
                 await asyncio.wait(before)
             before.clear()  # or each task would keep all earlier ones
-            self._submit(token_ids, refuse)
+            self._submit(token_ids, append_id, refuse)
         except ServiceError as error:
             if not self._is_closed:  # otherwise it was refused already
                 refuse(error)
@@ -92,17 +105,19 @@ class Injections:
             if not self._is_closed:
                 refuse(ServiceError(Reason.INTERNAL))
 
-    def _submit(self, token_ids: list[int], refuse: Refuse) -> None:
+    def _submit(self, token_ids: list[int], append_id: int, refuse: Refuse) -> None:
         """Raises ServiceError."""
         if self._is_closed:
             raise ServiceError(Reason.UNKNOWN_REF)
-        self._with_engine.append(refuse)  # before, because the engine may inject the tokens at once
+        if len(self._with_engine) == MAX_UNINJECTED:
+            raise ServiceError(Reason.PREPARATION_FULL, "too many appends wait for the end of a step; try again")
+        self._with_engine.append((append_id, refuse))  # before, because the engine may inject the tokens at once
         try:
             if not self._engine.inject(self._request_id, token_ids):
                 raise ServiceError(Reason.UNKNOWN_REF)
         except BaseException as error:
             if not self._is_closed:
-                self._with_engine.remove(refuse)
+                self._with_engine.pop()
             if isinstance(error, Refused):
                 raise from_refusal(error) from None
             raise

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 from google.rpc import status_pb2
@@ -39,20 +40,19 @@ from penstock.service.errors import (
     status_code,
     to_status,
 )
-from penstock.service.requests.contexts import ContextStore, StoredContext
-from penstock.service.requests.generate import Origin, PreparedRequest, RequestBuilder, ResponseMode
-from penstock.service.requests.idempotency import IdempotencyKeys
-from penstock.service.requests.injection import Injections, Refuse
-from penstock.service.requests.open_prompt import OpenPrompt, OpenPromptConfig
-from penstock.service.requests.preparation import (
+from penstock.service.requests.changes import (
     Replaceable,
     apply_change,
     mark_superseded,
-    preparation_limit,
     replace_later,
     requested_change,
-    unqueued_end,
 )
+from penstock.service.requests.contexts import ContextStore, StoredContext
+from penstock.service.requests.generate import PreparedRequest, RequestBuilder, ResponseMode
+from penstock.service.requests.idempotency import IdempotencyKeys
+from penstock.service.requests.injection import Injections, Refuse
+from penstock.service.requests.open_prompt import OpenPrompt, OpenPromptConfig, Prepare
+from penstock.service.requests.preparation import Origin, preparation_limit, unqueued_end
 from penstock.service.streaming.messages import accepted_message, finished_message, injected_message
 from penstock.service.streaming.outbox import RequestReceiver
 from penstock.service.streaming.parsed_output import ParsingReceiver
@@ -166,10 +166,12 @@ class RequestLifecycle:
                 self.request_id, self.tenant, self._operation, start.traceparent
             )
             if start.open:
-                self._open = OpenPrompt(self._request_context.open_prompts, start, self.tenant, self._expire)
-                self._open.begin_warm_ups(self.request_id)
+                if self._request_context.engine.is_draining:
+                    raise ServiceError(Reason.DRAINING)
+                self._open = OpenPrompt(self._request_context.open_prompts, start, self.tenant, self._refuse)
+                self._open.begin_warm_ups(self.request_id, self._deadline)
             else:
-                self._prepare(start, context, after)
+                self._prepare(partial(self._request_context.request_builder.prepare, start), context, after)
         except Exception as error:
             self._refuse(error)
 
@@ -179,11 +181,10 @@ class RequestLifecycle:
         if self._open is None or self._done:
             return False
         try:
-            start = self._open.whole()
+            prompt = self._open.committed()
+            self._operation = "chat" if self._open.is_chat else "text_completion"
             self._close_prompt()
-            self._request_context.request_builder.check(start)
-            self._operation = "chat" if start.HasField("chat") else "text_completion"
-            self._prepare(start, self._context(), after)
+            self._prepare(partial(prompt.prepare, self._request_context.request_builder), self._context(), after)
         except Exception as error:
             self._refuse(error)
         return True
@@ -192,7 +193,8 @@ class RequestLifecycle:
         """Adds a piece to the open prompt; otherwise injects it. If it is refused, calls ``refuse`` once, perhaps
         later, and the request continues unchanged."""
         try:
-            self._request_context.request_builder.check_append(append)
+            prompt = self._injections if self._open is None else self._open
+            self._request_context.request_builder.check_append(append, prompt.shows_tools)
             if self._open is not None:
                 self._open.append(append)
                 return
@@ -203,19 +205,18 @@ class RequestLifecycle:
             return
         self._injections.add(append, self.tenant, refuse, self.preparation)
 
-    def _expire(self) -> None:
-        self._refuse(ServiceError(Reason.OPEN_PROMPT_EXPIRED))
+    def drain(self) -> None:
+        """Ends the request if its prompt is open: it could not enter the queue."""
+        if self._open is not None:
+            self._refuse(ServiceError(Reason.DRAINING))
 
     def _close_prompt(self) -> None:
         if self._open is not None:
             self._open.close()
             self._open = None
 
-    def _prepare(
-        self, start: pb.GenerationStart, context: StoredContext | None, after: "asyncio.Task[None] | None"
-    ) -> None:
-        origin = Origin(self.request_id, self.tenant, self._arrival, self._deadline)
-        self.preparation = asyncio.create_task(self._enter(start, context, origin, after))
+    def _prepare(self, prepare: Prepare, context: StoredContext | None, after: "asyncio.Task[None] | None") -> None:
+        self.preparation = asyncio.create_task(self._enter(prepare, context, after))
 
     def cancel(self, reason: EngineFinishReason = EngineFinishReason.CANCELLED, message: str = "") -> None:
         """Ends the request in any state. Does nothing if it has ended."""
@@ -249,16 +250,10 @@ class RequestLifecycle:
         conversations = self._request_context.conversations
         return conversations.existing(self._continues, self.tenant) if self._continues else None
 
-    async def _enter(
-        self,
-        start: pb.GenerationStart,
-        context: StoredContext | None,
-        origin: Origin,
-        after: "asyncio.Task[None] | None",
-    ) -> None:
+    async def _enter(self, prepare: Prepare, context: StoredContext | None, after: "asyncio.Task[None] | None") -> None:
         try:
-            request, parsers = await self._prepared(start, context, origin)
-            del start, context
+            request, parsers = await self._prepared(prepare, context)
+            del prepare, context
             if parsers:
                 self._receiver, self._form = ParsingReceiver(self._receiver, parsers), self._form._replace(parsed=True)
             if after is not None and not after.done():
@@ -276,18 +271,18 @@ class RequestLifecycle:
             # ``cancel`` has already ended the request; any other cancellation must not leave it without an end.
             self._refuse(error)
 
-    async def _prepared(
-        self, start: pb.GenerationStart, context: StoredContext | None, origin: Origin
-    ) -> PreparedRequest:
-        request_builder = self._request_context.request_builder
+    async def _prepared(self, prepare: Prepare, context: StoredContext | None) -> PreparedRequest:
+        origin = Origin(self.request_id, self.tenant, self._arrival, self._deadline)
         try:
             async with preparation_limit(self._deadline, "the prompt was tokenized") as self._limit:
-                return await request_builder.prepare(start, origin, self._on_event, self._answer, context)
+                return await prepare(origin, self._on_event, self._answer, context)
         finally:
             self._limit = None
 
     def _move_deadline(self, deadline: float) -> None:
         self._deadline = deadline
+        if self._open is not None:
+            self._open.set_deadline(deadline)
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time() + deadline - time.monotonic())
 
@@ -322,8 +317,7 @@ class RequestLifecycle:
             elif isinstance(event, RequestAccepted):
                 self._accept(event)
             elif isinstance(event, TokensInjected):
-                self._injections.injected()
-                self._receiver.injected(injected_message(self.ref, event))
+                self._receiver.injected(injected_message(self.ref, event, self._injections.take_injected()))
         except Exception as error:
             self._refuse(error)
 

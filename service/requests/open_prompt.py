@@ -9,16 +9,21 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Union, cast
 
 import penstock.v1 as pb
+from penstock.scheduler.request import Event, Request
 from penstock.service.config.field_rules import MAX_UNCUT_IDS
 from penstock.service.config.limits import MAX_CHAT_MESSAGES, MAX_INNER_PARTS, chat_bytes
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
-from penstock.service.requests.warm_up import PrefixWarmer
+from penstock.service.requests.chat import shows_tools
+from penstock.service.requests.contexts import StoredContext
+from penstock.service.requests.generate import PreparedRequest, RequestBuilder, ResponseMode
+from penstock.service.requests.preparation import Origin
+from penstock.service.requests.warm_up import PaidPrefix, PrefixWarmer
 
 _log = logging.getLogger(__name__)
 
@@ -33,11 +38,15 @@ _PIECE_BYTES = 150
 _MESSAGE_BYTES = 1 << 10
 """The memory of a chat message besides its texts."""
 _ID_BYTES = 4
+_FEW_BYTES = 64 << 10
+"""Pieces with less memory are joined and checked on the event loop, in a millisecond."""
 _REST = 4
 """A warm-up is followed by a rest that is this many times as long as the tokenizer worked for it, because each one
 tokenizes the whole prompt."""
 
 Piece = Union[str, "array[int]", pb.Chat]
+Prepare = Callable[[Origin, Callable[[Event], None], ResponseMode, StoredContext | None], Awaitable[PreparedRequest]]
+"""Does what ``RequestBuilder.prepare`` does, with a start of its own."""
 
 
 @dataclass(slots=True)
@@ -92,14 +101,70 @@ class _Size(NamedTuple):
         return _Size(*(size + more - less for size, more, less in zip(self, added, gone, strict=True)))
 
 
+class PromptPieces(NamedTuple):
+    """The pieces of a prompt at one time, which threads may join."""
+
+    start: pb.GenerationStart
+    """The start, except for its prompt."""
+    options: pb.Chat
+    """The chat of the start, except for its messages."""
+    kind: str | None
+    """The field of the prompt; None: the prompt is empty."""
+    pieces: Sequence[Piece]
+    num_bytes: int
+    """Their memory, about."""
+
+    def whole(self) -> pb.GenerationStart:
+        """Returns the start with the pieces as its prompt."""
+        start = pb.GenerationStart()
+        start.CopyFrom(self.start)
+        start.open = False
+        if self.kind == "text":
+            start.text = "".join(cast(list[str], self.pieces))
+        elif self.kind == "token_ids":
+            for ids in cast("list[array[int]]", self.pieces):
+                start.token_ids.ids.extend(ids)
+        elif self.kind == "chat":
+            start.chat.CopyFrom(self.options)
+            for chat in cast(list[pb.Chat], self.pieces):
+                start.chat.messages.extend(chat.messages)
+        return start
+
+
+class CommittedPrompt(NamedTuple):
+    """An open prompt after its last piece."""
+
+    pieces: PromptPieces
+    paid: PaidPrefix
+
+    async def prepare(
+        self,
+        request_builder: RequestBuilder,
+        origin: Origin,
+        sink: Callable[[Event], None],
+        answer: ResponseMode,
+        context: StoredContext | None,
+    ) -> PreparedRequest:
+        """Checks the whole prompt, then does what ``RequestBuilder.prepare`` does. Raises ServiceError."""
+        pieces = self.pieces
+        if pieces.num_bytes <= _FEW_BYTES:
+            start = pieces.whole()
+            request_builder.check(start)
+        else:
+            start = await request_builder.check_in_thread(pieces.whole, pieces.num_bytes, origin.tenant)
+        prepared = await request_builder.prepare(start, origin, sink, answer, context)
+        prepared.request.num_paid_tokens = self.paid.num_tokens(prepared.request.block_hashes)
+        return prepared
+
+
 class OpenPrompt:
     """The pieces of one prompt, from ``start`` to ``close``."""
 
     def __init__(
-        self, config: OpenPromptConfig, start: pb.GenerationStart, tenant: str, on_expired: Callable[[], None]
+        self, config: OpenPromptConfig, start: pb.GenerationStart, tenant: str, end: Callable[[ServiceError], None]
     ) -> None:
-        """``start`` has passed its checks. ``on_expired`` is called if nothing is appended for too long. Raises
-        ServiceError."""
+        """``start`` has passed its checks. ``end`` is called if nothing is appended for too long, or at the deadline.
+        Raises ServiceError."""
         self._config = config
         self._tenant = tenant
         self._start = pb.GenerationStart()
@@ -113,8 +178,12 @@ class OpenPrompt:
         if kind == "chat":
             self._options.CopyFrom(start.chat)
             self._options.ClearField("messages")
-        self._on_expired = on_expired
+        self._end = end
         self._timer: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._paid = config.warm_up.new_paid_prefix()
+        self._last_hash: list[bytes] = []
+        """The hash of the last block that was computed ahead."""
         self._changed = asyncio.Event()
         self._warming: asyncio.Task[None] | None = None
         self._pieces: list[Piece] = [""] if kind is None else [_piece(start, kind)]
@@ -124,9 +193,20 @@ class OpenPrompt:
         """The memory besides the pieces: that of tools, of a constraint and of lists may be far larger."""
         config.budget.take(tenant, self._num_fixed_bytes + self._total.num_bytes)
 
-    def begin_warm_ups(self, request_id: str) -> None:
+    @property
+    def is_chat(self) -> bool:
+        return self._kind == "chat"
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the model sees tools, if the prompt is a chat."""
+        return shows_tools(self._options)
+
+    def begin_warm_ups(self, request_id: str, deadline: float | None) -> None:
         """Starts to compute what arrives, and the time that a prompt may stay open."""
         self._restart_timer()
+        if deadline is not None:
+            self.set_deadline(deadline)
         if not self._is_truncated:  # it cuts the beginning, as soon as the end is known
             self._warming = asyncio.create_task(self._warm_up(request_id))
 
@@ -161,32 +241,28 @@ class OpenPrompt:
         self._changed.set()
         self._restart_timer()
 
-    def whole(self) -> pb.GenerationStart:
-        """Returns the start with the pieces as its prompt."""
-        start = pb.GenerationStart()
-        start.CopyFrom(self._start)
-        start.open = False
-        if self._kind == "text":
-            start.text = "".join(cast(list[str], self._pieces))
-        elif self._kind == "token_ids":
-            for ids in cast("list[array[int]]", self._pieces):
-                start.token_ids.ids.extend(ids)
-        elif self._kind == "chat":
-            start.chat.CopyFrom(self._options)
-            for chat in cast(list[pb.Chat], self._pieces):
-                start.chat.messages.extend(chat.messages)
-        return start
+    def set_deadline(self, deadline: float) -> None:
+        """Ends the prompt at ``deadline``, by ``time.monotonic()``, in place of an earlier deadline."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        error = ServiceError(Reason.DEADLINE, "the deadline passed before the prompt was committed")
+        self._deadline = asyncio.get_running_loop().call_later(deadline - time.monotonic(), self._end, error)
+
+    def committed(self) -> CommittedPrompt:
+        """Returns the prompt as it is now."""
+        return CommittedPrompt(self._snapshot(), self._paid)
 
     def close(self) -> None:
         """Stops the warm-ups and gives the memory back. Safe to call twice."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._deadline):
+            if timer is not None:
+                timer.cancel()
         if self._warming is not None:
             self._warming.cancel()
         if self._pieces:
             self._config.budget.give_back(self._tenant, self._num_fixed_bytes + self._total.num_bytes)
         self._pieces = []
-        self._on_expired = _nothing  # it refers to this object's owner: a reference cycle
+        self._end = _ignore  # it refers to this object's owner: a reference cycle
 
     @property
     def _is_truncated(self) -> bool:
@@ -208,30 +284,49 @@ class OpenPrompt:
     def _restart_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(self._config.ttl_s, self._on_expired)
+        error = ServiceError(Reason.OPEN_PROMPT_EXPIRED)
+        self._timer = asyncio.get_running_loop().call_later(self._config.ttl_s, self._end, error)
+
+    def _snapshot(self) -> PromptPieces:
+        return PromptPieces(self._start, self._options, self._kind, self._pieces.copy(), self._total.num_bytes)
 
     async def _warm_up(self, request_id: str) -> None:
         """Computes what has arrived, again and again."""
-        number, last_hash = 0, [b""]
+        number = 0
         if self._kind is not None:
             self._changed.set()
         while True:
             await self._changed.wait()
             self._changed.clear()
             number += 1
-            began = time.monotonic()
             try:
-                request = await self._config.warm_up.prepare(self.whole(), f"{request_id}.{number}", self._tenant)
-                took_s = time.monotonic() - began
-                if request.block_hashes and request.block_hashes[-1:] != last_hash:
-                    await self._config.warm_up.run(request, self._config.ttl_s)
-                    last_hash = request.block_hashes[-1:]
-            except ServiceError:
-                took_s = time.monotonic() - began  # what is wrong with the prompt is reported when it is committed
+                rest_s = await self._warm_up_once(Origin(f"{request_id}.{number}", self._tenant, time.monotonic()))
             except Exception:
                 _log.exception("request %s: its open prompt could not be computed ahead", request_id)
                 return
-            await asyncio.sleep(_REST * took_s)
+            await asyncio.sleep(rest_s)
+
+    async def _warm_up_once(self, origin: Origin) -> float:
+        """Computes what has arrived; returns how long the service then rests."""
+        worked_s = 0.0
+        try:
+            request, worked_s = await self._prepared(origin)
+            last_hash = request.block_hashes[-1:]
+            if last_hash and last_hash != self._last_hash:
+                await self._config.warm_up.run(request, self._paid, self._config.ttl_s)
+                self._last_hash = last_hash
+        except ServiceError as error:
+            worked_s = worked_s or time.monotonic() - origin.arrival
+            if error.retry_after_ms is None or error.retry_after_ms < 0:
+                return _REST * worked_s  # what is wrong with the prompt is reported when it is committed
+            self._changed.set()
+            return max(_REST * worked_s, error.retry_after_ms / 1000)
+        return _REST * worked_s
+
+    async def _prepared(self, origin: Origin) -> tuple[Request, float]:
+        pieces = self._snapshot()
+        continue_from = self._start.continue_from
+        return await self._config.warm_up.prepare(pieces.whole, pieces.num_bytes, continue_from, origin)
 
 
 def _piece(message: pb.GenerationStart | pb.GenerationAppend, kind: str) -> Piece:
@@ -258,5 +353,5 @@ def _size(piece: Piece) -> _Size:
     )
 
 
-def _nothing() -> None:
+def _ignore(error: ServiceError) -> None:
     """Does nothing."""

@@ -102,7 +102,7 @@ class FrameDispatcher:
                         live.update(frame.update, self._refuser(live, kind))
                 case "append":
                     live = self._find(frame.append.ref)
-                    live.append(frame.append, self._refuser(live, kind))
+                    live.append(frame.append, self._refuser(live, kind, frame.append.append_id))
                 case "commit":
                     if not self._commit(self._find(frame.commit.ref)):
                         raise ServiceError(Reason.NOT_OPEN)
@@ -111,7 +111,7 @@ class FrameDispatcher:
         except ServiceError as error:
             ref = getattr(getattr(frame, name), "ref", 0) if name is not None else 0
             live = self._live.get(ref) if name != "start" else None  # a start is a request of its own
-            self._refuse(ref, kind, error, "" if live is None else live.request_id)
+            self._refuse(ref, kind, error, "" if live is None else live.request_id, frame.append.append_id)
 
     def _start(self, start: pb.GenerationStart) -> None:
         if not start.ref:
@@ -142,13 +142,20 @@ class FrameDispatcher:
             raise ServiceError(Reason.UNKNOWN_REF, field="ref")
         return live
 
-    def _refuser(self, live: RequestLifecycle, kind: "pb.FrameKind.ValueType") -> Refuse:
-        return lambda error: self._refuse(live.ref, kind, error, live.request_id)
+    def _refuser(self, live: RequestLifecycle, kind: "pb.FrameKind.ValueType", append_id: int = 0) -> Refuse:
+        return lambda error: self._refuse(live.ref, kind, error, live.request_id, append_id)
 
-    def _refuse(self, ref: int, kind: "pb.FrameKind.ValueType", error: ServiceError, request_id: str = "") -> None:
+    def _refuse(
+        self,
+        ref: int,
+        kind: "pb.FrameKind.ValueType",
+        error: ServiceError,
+        request_id: str = "",
+        append_id: int = 0,
+    ) -> None:
         self._num_refused += 1
         status = to_status(error, request_id or new_request_id())
-        self._outbox.frame_refused(pb.FrameRefused(ref=ref, status=status, frame=kind))
+        self._outbox.frame_refused(pb.FrameRefused(ref=ref, status=status, frame=kind, append_id=append_id))
 
     def _on_end(self, live: RequestLifecycle) -> None:
         del self._live[live.ref]

@@ -8,7 +8,6 @@ ends, for any reason, all live requests of its stream end too.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -22,6 +21,7 @@ from penstock.service.config.limits import Validator
 from penstock.service.errors import Reason, ServiceError, StatusError, ending_status, invalid, with_finished
 from penstock.service.requests.generate import ResponseMode
 from penstock.service.requests.lifecycle import RequestContext, RequestLifecycle
+from penstock.service.requests.preparation import Origin
 from penstock.service.rpc.frame_dispatcher import FrameDispatcher
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
@@ -128,12 +128,13 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         start = _required(request)
         tenant, warm_up = self._charged_tenant(start.tenant), self._request_context.open_prompts.warm_up
         self._validator.check(request)
-        time_left_s = context.time_remaining()
-        deadline = None if time_left_s is None else time.monotonic() + time_left_s
-        prepared = await warm_up.prepare(start, current_request_id.get(), tenant, deadline)
+        time_left_s, arrival = context.time_remaining(), time.monotonic()
+        deadline = None if time_left_s is None else arrival + time_left_s
+        origin = Origin(current_request_id.get(), tenant, arrival, deadline)
+        prepared, _ = await warm_up.prepare(lambda: start, start.ByteSize(), start.continue_from, origin)
         retain_s = start.retain_ms / 1000 if start.HasField("retain_ms") else self._request_context.open_prompts.ttl_s
         retain_s = min(retain_s, self._request_context.conversations.ttl_s)
-        finished = await warm_up.run(replace(prepared, is_warm_up=False), retain_s)
+        finished = await warm_up.run(prepared, warm_up.new_paid_prefix(), retain_s)
         status = ending_status(finished.reason, finished.message, prepared.request_id)
         if status.code:
             raise StatusError(status)
@@ -191,6 +192,11 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """Sends a heartbeat on every multiplexed stream, because the service's state has changed."""
         for outbox in self._outboxes:
             outbox.heartbeat()
+
+    def drain(self) -> None:
+        """Ends the requests whose prompts are open, because the engine refuses new requests."""
+        for live in list(self._live):
+            live.drain()
 
     def shut_down(self) -> None:
         """Ends every request. Ends every unfinished multiplexed stream with UNAVAILABLE, after its pending messages."""

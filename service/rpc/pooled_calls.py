@@ -19,8 +19,7 @@ from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.request import Embedded, EngineFinishReason, Event, Request, RequestAccepted, RequestFinished
 from penstock.service.auth.identity import current_principal
 from penstock.service.errors import Reason, ServiceError, StatusError, code_of, ending_status, from_exception
-from penstock.service.requests.generate import Origin
-from penstock.service.requests.preparation import preparation_limit, unqueued_end
+from penstock.service.requests.preparation import Origin, preparation_limit, unqueued_end
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.telemetry.metrics import End
 from penstock.service.telemetry.request_end import report_end

@@ -84,9 +84,15 @@ def accepted_message(
     )
 
 
-def injected_message(ref: int, event: TokensInjected) -> pb.Injected:
-    """Builds the message for tokens that were injected into the output of a request."""
-    return pb.Injected(ref=ref, output_tokens=event.num_output_tokens, injected_tokens=event.num_tokens)
+def injected_message(ref: int, event: TokensInjected, append_ids: Sequence[int]) -> pb.Injected:
+    """Builds the message for tokens that were injected into the output of a request. ``append_ids`` are the numbers of
+    the appends that they came from; 0 is none."""
+    return pb.Injected(
+        ref=ref,
+        output_tokens=event.num_output_tokens,
+        injected_tokens=event.num_tokens,
+        append_ids=filter(None, append_ids),
+    )
 
 
 def finished_message(

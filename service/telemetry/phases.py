@@ -84,6 +84,7 @@ _MOMENTS = {
     EntryKind.PREEMPTED: "penstock.preempted",
     EntryKind.RESTARTED: "penstock.worker_died",
     EntryKind.UPDATED: "penstock.updated",
+    EntryKind.INJECTED: "penstock.injected",
 }
 
 
@@ -112,6 +113,8 @@ def _of_moment(entry: TimelineEntry) -> Attributes:
         case UpdateDetail(priority, timeout_s, max_tokens):
             changes = {"priority": priority, "timeout_s": timeout_s, "max_tokens": max_tokens}
             attributes |= {f"penstock.{name}": value for name, value in changes.items() if value is not None}
+    if entry.kind is EntryKind.INJECTED:
+        attributes["penstock.tokens"] = entry.num_tokens
     if entry.first_step is not None:
         attributes["penstock.step"] = entry.first_step
     return attributes

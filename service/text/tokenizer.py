@@ -278,7 +278,8 @@ class TokenizerPool:
     one tenant never has all threads.
 
     Long texts have threads of their own, so that short ones never wait for them; so have huge ones, which take seconds,
-    and must not take the cores from steps and streams. The threads run in parallel: the library releases the GIL while
+    and must not take the cores from steps and streams. Prompts that are tokenized ahead have one thread for short and
+    one for long texts, in which tenants take turns too. The threads run in parallel: the library releases the GIL while
     it encodes.
     """
 
@@ -315,15 +316,24 @@ class TokenizerPool:
             num_giving_way=_NUM_RENDERING_LONG,
             is_background=True,
         )
+        self._ahead, self._ahead_long = (
+            FairThreadPool(name, 1, 2 * max_waiting_bytes, num_giving_way=1, is_background=is_background)
+            for name, is_background in (("tokenizer-ahead", False), ("tokenizer-ahead-long", True))
+        )
 
-    async def run(self, work: Callable[[], T], num_bytes: int, tenant: str | None = None) -> T:
+    async def run(
+        self, work: Callable[[], T], num_bytes: int, tenant: str | None = None, *, is_ahead: bool = False
+    ) -> T:
         """Runs ``work`` in a thread; ``num_bytes`` is the size of its input. ``tenant``: the owner of the work; None is
-        the current caller's tenant.
+        the current caller's tenant. ``is_ahead``: no request waits for the work, and it must delay none.
 
         Raises what ``work`` raises, and ServiceError PREPARATION_FULL. If its caller is cancelled, running work
         continues and waiting work is dropped.
         """
-        lane = self._huge if num_bytes > _HUGE_BYTES else self._long if num_bytes > _LONG_BYTES else self._short
+        if is_ahead:
+            lane = self._ahead_long if num_bytes > _LONG_BYTES else self._ahead
+        else:
+            lane = self._huge if num_bytes > _HUGE_BYTES else self._long if num_bytes > _LONG_BYTES else self._short
         return await lane.run(work, num_bytes, current_principal.get(_NOBODY).tenant if tenant is None else tenant)
 
     def limit(self, field: str, room_for_output: int = 1, num_context_tokens: int = 0) -> PromptLimit:
@@ -350,5 +360,5 @@ class TokenizerPool:
 
     def close(self) -> None:
         """Ends the threads; waiting work is cancelled."""
-        for lane in (self._short, self._long, self._huge):
+        for lane in (self._short, self._long, self._huge, self._ahead, self._ahead_long):
             lane.close()

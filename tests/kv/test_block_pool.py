@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from penstock.kv.block_pool import BlockPool
+from penstock.kv.retention import LeaseKind
 
 
 def new_pool(num_blocks: int) -> BlockPool:
@@ -230,7 +231,51 @@ def test_blocks_with_one_holder_are_counted():
     assert pool.num_freed([blocks, blocks[:1]]) == 3
 
 
-OPERATIONS = st.sampled_from(("take", "release", "publish", "share", "retain", "expire", "flush", "reset"))
+class TestTwoKindsOfLeases:
+    """Giving up contexts does not end what was computed ahead."""
+
+    @pytest.mark.parametrize("ahead", [10.0, 20.0, 30.0], ids=["sooner", "at the same time", "later"])
+    @pytest.mark.parametrize("order", [1, -1], ids=["ahead first", "context first"])
+    def test_what_was_computed_ahead_stays(self, ahead, order):
+        pool = new_pool(4)
+        blocks = published(pool, b"a", b"b")
+        pool.release(blocks)
+        leases = [(ahead, LeaseKind.AHEAD), (20.0, LeaseKind.CONTEXT)]
+        for until, kind in leases[::order]:
+            pool.retain([b"a", b"b"], until, "tenant", kind)
+            pool.check([])
+        pool.give_up([b"b", b"a"], "tenant")
+        pool.check([])
+        assert pool.num_retained == 2
+        pool.expire(ahead - 1)
+        assert pool.num_retained == 2
+        pool.expire(ahead)
+        assert pool.num_retained == 0
+        pool.check([])
+
+    def test_also_if_the_blocks_are_held_meanwhile(self):
+        pool = new_pool(4)
+        blocks = published(pool, b"a", b"b")
+        pool.retain([b"a", b"b"], 10.0, "tenant", LeaseKind.AHEAD)
+        pool.retain([b"a", b"b"], 20.0, "tenant")
+        pool.give_up([b"b", b"a"], "tenant")
+        pool.release(blocks)
+        assert pool.num_retained == 2
+        pool.expire(10.0)
+        assert pool.num_retained == 0
+
+    def test_one_that_has_expired_does_not_count(self):
+        pool = new_pool(4)
+        pool.release(published(pool, b"a"))
+        pool.retain([b"a"], 10.0, "tenant", LeaseKind.AHEAD)
+        pool.retain([b"a"], 20.0, "tenant")
+        pool.expire(15.0)
+        pool.give_up([b"a"], "tenant")
+        assert pool.num_retained == 0
+        pool.check([])
+
+
+OPERATIONS = st.sampled_from(("take", "release", "publish", "share", "retain", "give up", "expire", "flush", "reset"))
 
 
 @settings(max_examples=300, deadline=None)
@@ -255,7 +300,10 @@ def test_the_pool_agrees_with_its_tables_after_any_operations(operations):
             pool.share(prefix)
             tables.append(prefix)
         elif operation == "retain":
-            pool.retain(family, until=float(number), owner=str(number % 2))
+            kind = LeaseKind.CONTEXT if number % 3 else LeaseKind.AHEAD
+            pool.retain(family, until=float(number), owner=str(number % 2), kind=kind)
+        elif operation == "give up":
+            pool.give_up(family, owner=str(number % 2))
         elif operation == "expire":
             pool.expire(float(number))
         elif operation == "flush" and number % 4 == 0:

@@ -102,6 +102,7 @@ class World:
             arrival=self.now,
             max_drafts=rng.choice((0, 0, 2, 5)),
             grammar=rng.choice(("", "", "g", " ", "   ")),
+            is_warm_up=rng.random() < 0.1,
         )
         own = [name for name in self.alive() if self.received[name].request.tenant == request.tenant]
         request.supersedes = rng.choice([*own, ""]) if rng.random() < 0.2 else ""
@@ -291,7 +292,7 @@ class World:
             assert [sequence.rank for sequence in line] == sorted(sequence.rank for sequence in line)
         live = {id(sequence) for received in self.scheduler.requests.values() for sequence in received.sequences}
         assert {id(sequence) for sequence in [*running, *waiting]} <= live, "a choice that is dead waits or runs"
-        new = [sequence for sequence in waiting if sequence.is_new]
+        new = [sequence for sequence in waiting if sequence.is_new and not sequence.live.request.is_warm_up]
         assert planner.waiting.queued.requests == sum(sequence.index == 0 for sequence in new)
         assert planner.waiting.queued.tokens == sum(sequence.num_prompt_tokens for sequence in new)
         assert planner.waiting.num_pooled == sum(sequence.is_pooled for sequence in waiting)
@@ -309,7 +310,8 @@ class World:
         for use in self.scheduler.tenants:
             assert use.num_rows == sum(sequence.live.tenant is use for sequence in running)
             assert use.num_waiting == sum(sequence.live.tenant is use for sequence in waiting)
-            assert use.num_live == sum(live.tenant is use for live in self.scheduler.requests.values()) > 0
+            kinds = Counter(r.request.is_warm_up for r in self.scheduler.requests.values() if r.tenant is use)
+            assert (use.num_live, use.warm_ups.requests) == (kinds[False], kinds[True]) != (0, 0)
             own = [(sequence.index == 0, sequence.num_prompt_tokens) for sequence in new if sequence.live.tenant is use]
             assert planner.waiting.queued_of(use.name) == (sum(n for n, _ in own), sum(n for _, n in own))
         assert {id(sequence) for sequence in running if sequence.live.held} == set(map(id, planner.running.held))

@@ -47,8 +47,9 @@ TEMPLATE = (
 )
 
 
-def write_byte_tokenizer(directory: Path, template: str | None = TEMPLATE) -> Path:
-    """A byte-level tokenizer without merges: id i is byte i; 256 ends an output, 257 begins a turn."""
+def write_byte_tokenizer(directory: Path, template: str | list[tuple[str, str]] | None = TEMPLATE) -> Path:
+    """A byte-level tokenizer without merges: id i is byte i; 256 ends an output, 257 begins a turn. ``template``: one,
+    or several with their names."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     vocab = {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
@@ -59,7 +60,9 @@ def write_byte_tokenizer(directory: Path, template: str | None = TEMPLATE) -> Pa
     directory.mkdir(parents=True, exist_ok=True)
     library.save(str(directory / "tokenizer.json"))
     config: dict[str, Any] = {"eos_token": "<|end|>"}
-    if template is not None:
+    if isinstance(template, list):
+        config["chat_template"] = [{"name": name, "template": source} for name, source in template]
+    elif template is not None:
         config["chat_template"] = template
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory

@@ -34,6 +34,7 @@ _STYLES = {
     pb.TIMELINE_KIND_RESTARTED: _Style(_RED),
     pb.TIMELINE_KIND_HELD: _Style(_MAGENTA, bar="▒", plain_bar="~"),
     pb.TIMELINE_KIND_UPDATED: _Style(_CYAN),
+    pb.TIMELINE_KIND_INJECTED: _Style(_CYAN),
     pb.TIMELINE_KIND_ENDED: _Style(_DIM),
 }
 _SHARES = (

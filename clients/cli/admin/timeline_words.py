@@ -54,6 +54,8 @@ def event_words(entry: pb.TimelineEntry, request_id: str) -> str:
             return "restarted: the worker died: all is computed again"
         case pb.TIMELINE_KIND_UPDATED:
             return f"changed by its caller: {_update_words(entry.update)}"
+        case pb.TIMELINE_KIND_INJECTED:
+            return f"injected: {entry.num_tokens:,} token{'' if entry.num_tokens == 1 else 's'} into its output"
         case pb.TIMELINE_KIND_ENDED:
             return f"ended: {end_name(entry.end)}"
         case _:

@@ -13,11 +13,10 @@ from penstock.clients.gateway.schemas.chat import (
     ChatRequestMessage,
     FunctionCall,
     FunctionDefinition,
-    JsonSchema,
     MessageToolCall,
-    ResponseFormat,
     Tool,
 )
+from penstock.clients.gateway.schemas.common import JsonSchema, ResponseFormat
 from penstock.clients.gateway.schemas.messages import (
     CountTokensRequest,
     InputMessage,
@@ -151,6 +150,7 @@ def as_chat(body: CountTokensRequest) -> ChatOfMessages:
         response_format=_response_format(body),
         reasoning_effort=None if output is None else output.effort,
         chat_template_kwargs=_template_variables(body.thinking),
+        thinking_token_budget=None if body.thinking is None else body.thinking.budget_tokens,
         continue_final_message=continues or None,
         **given,
     )

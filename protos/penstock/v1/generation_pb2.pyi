@@ -328,13 +328,15 @@ class GenerationStart(_message.Message):
     still keeps the context (at most for `--conversation-ttl`, default 600 s). Otherwise NOT_FOUND: send the whole
     context. Any number of requests may continue the same one. `text` and `token_ids` are appended as they are. `chat`
     holds only the new messages; what the template puts after the last answer precedes them (FAILED_PRECONDITION if the
-    template does not show answers unchanged). All limits apply to context and prompt together. At most 64 bytes.
-    Default: none.
+    template does not show answers unchanged). Repeat `tools` and `template_variables_json`, which the template may show
+    with new messages. All limits apply to context and prompt together. At most 64 bytes. Default: none.
     """
     open: _builtins.bool
     """Whether more of the prompt follows by `append`. The service computes what has arrived while it waits for the rest.
-    The output begins after `commit`. An open prompt to which nothing is appended for `--open-prompt-ttl` (default 60 s)
-    ends with DEADLINE_EXCEEDED. Only for Generate. Default: false.
+    The output begins after `commit`. The tenant is charged for tokens when they are computed ahead, and not again. An
+    open prompt to which nothing is appended for `--open-prompt-ttl` (default 60 s) ends with DEADLINE_EXCEEDED, and so
+    does one whose deadline passes. A service that drains ends open prompts with UNAVAILABLE. Only for Generate.
+    Default: false.
     """
     timeout_ms: _builtins.int
     """The deadline of the request, in milliseconds from its arrival: 1 to 86,400,000. Default: the deadline of the call
@@ -354,7 +356,8 @@ class GenerationStart(_message.Message):
     """The caller's key for this request and its repetitions, at most 128 bytes of printable ASCII. A request with the key
     of another request of the same tenant that is live, or that ended well within the last 10 minutes, fails with
     ALREADY_EXISTS; the metadata of the ErrorInfo has the other's `request_id`. So a gateway that repeats a call pays
-    only once. The service keeps 131,072 keys of ended requests, and forgets the oldest first. Default: none.
+    only once. The service keeps 131,072 keys of ended requests; above that, the tenant with the most keys loses its
+    oldest. Default: none.
     """
     retain_ms: _builtins.int
     """How long the KV cache of this request's context is kept after its end in preference to ordinary cache, for requests
@@ -587,13 +590,14 @@ class GenerationAppend(_message.Message):
     Pieces of text are joined as they are, before the whole text is tokenized; messages of a `chat` follow the earlier
     ones, and its other fields are those of the `start`.
 
-    After the prompt is committed, the content is injected: at the next step its tokens follow the tokens that were chosen
-    so far, and the output goes on after them. An `injected` reports the place. Injected tokens count as prompt tokens in
-    `usage`, and as output for penalties; `sampling.max_tokens` does not count them. A `text` is tokenized by itself. A
-    `chat` holds only new messages, as with `continue_from`. FAILED_PRECONDITION for a request with several choices or
-    with a `constraint`. INVALID_ARGUMENT if the request would not fit in the model's context or the KV cache. A request
-    that has ended, or that ends before the next step, is NOT_FOUND. Injections count as calls of TokenizerService against
-    the tenant's `requests_per_second`.
+    After the prompt is committed, the content is injected: at the next step its tokens follow the tokens that were
+    chosen so far, and the output goes on after them. An `injected` reports the place. Injected tokens count as prompt
+    tokens in `usage`, and as output for penalties; `sampling.max_tokens` does not count them. A `text` is tokenized by
+    itself. A `chat` holds only new messages, as with `continue_from`, and is rendered with the tools and the template
+    variables of the request's chat unless it has its own. FAILED_PRECONDITION for a request with several choices or with
+    a `constraint`. INVALID_ARGUMENT if the request would not fit in the model's context or the KV cache. A request that
+    has ended, or that ends before the next step, is NOT_FOUND. Injections count as calls of TokenizerService against the
+    tenant's `requests_per_second`.
 
     An append that is refused changes nothing and gets a `frames_refused`. While the prompt of a request is being
     tokenized, at most 16 of its appends can wait.
@@ -606,6 +610,7 @@ class GenerationAppend(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     REPLACE_FROM_FIELD_NUMBER: _builtins.int
+    APPEND_ID_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The ref of the request. NOT_FOUND if no live request has it: unlike an `update`, the content would be lost."""
     text: _builtins.str
@@ -614,6 +619,10 @@ class GenerationAppend(_message.Message):
     """The number of the first piece to take back before the content is added, which then has this number: at most the
     number of pieces. Only while the prompt is open. Useful for a transcript, whose end may still change.
     Default: none.
+    """
+    append_id: _builtins.int
+    """The client's number for this append, which the `injected` or the `frames_refused` of its content names. Any number;
+    the service does not compare it with others. Default: 0, which means none.
     """
     @_builtins.property
     def token_ids(self) -> _prompt_pb2.TokenIds:
@@ -631,10 +640,11 @@ class GenerationAppend(_message.Message):
         token_ids: _prompt_pb2.TokenIds | None = ...,
         chat: _prompt_pb2.Chat | None = ...,
         replace_from: _builtins.int | None = ...,
+        append_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_replace_from", b"_replace_from", "chat", b"chat", "content", b"content", "replace_from", b"replace_from", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_from", b"_replace_from", "chat", b"chat", "content", b"content", "ref", b"ref", "replace_from", b"replace_from", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_from", b"_replace_from", "append_id", b"append_id", "chat", b"chat", "content", b"content", "ref", b"ref", "replace_from", b"replace_from", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__replace_from: _TypeAlias = _typing.Literal["replace_from"]  # noqa: Y015
     _WhichOneofArgType__replace_from: _TypeAlias = _typing.Literal["_replace_from", b"_replace_from"]  # noqa: Y015
@@ -810,10 +820,13 @@ class FrameRefused(_message.Message):
     REF_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     FRAME_FIELD_NUMBER: _builtins.int
+    APPEND_ID_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The ref in the frame. 0 if it has none."""
     frame: Global___FrameKind.ValueType
     """What the frame was."""
+    append_id: _builtins.int
+    """The `append_id` of an `append`. 0 if it has none."""
     @_builtins.property
     def status(self) -> _status_pb2.Status:
         """Why it was refused."""
@@ -824,10 +837,11 @@ class FrameRefused(_message.Message):
         ref: _builtins.int = ...,
         status: _status_pb2.Status | None = ...,
         frame: Global___FrameKind.ValueType = ...,
+        append_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame", b"frame", "ref", b"ref", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_id", b"append_id", "frame", b"frame", "ref", b"ref", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -845,22 +859,28 @@ class Injected(_message.Message):
     REF_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     INJECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    APPEND_IDS_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The ref of the request."""
     output_tokens: _builtins.int
     """The number of output tokens before them, as `usage` counts them."""
     injected_tokens: _builtins.int
     """The number of injected tokens."""
+    @_builtins.property
+    def append_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The `append_id`s of these appends, in their order, without those that are 0."""
+
     def __init__(
         self,
         *,
         ref: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
         injected_tokens: _builtins.int = ...,
+        append_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["injected_tokens", b"injected_tokens", "output_tokens", b"output_tokens", "ref", b"ref"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append_ids", b"append_ids", "injected_tokens", b"injected_tokens", "output_tokens", b"output_tokens", "ref", b"ref"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -868,7 +888,9 @@ Global___Injected: _TypeAlias = Injected  # noqa: Y015
 
 @_typing.final
 class PrefetchRequest(_message.Message):
-    """A request to compute a prompt ahead."""
+    """A request to compute a prompt ahead. The full blocks of the prompt count against the tenant's `tokens_per_minute`,
+    and the call against its `requests_per_second`.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -920,7 +942,7 @@ Global___PrefetchResponse: _TypeAlias = PrefetchResponse  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):
-    """A request to give up contexts."""
+    """A request to give up contexts. The KV that `Prefetch` or an open prompt retains stays."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -221,6 +221,8 @@ class _TimelineKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Timeline
     """The caller changed the request; see `update`."""
     TIMELINE_KIND_ENDED: _TimelineKind.ValueType  # 10
     """The request ended; see `end`."""
+    TIMELINE_KIND_INJECTED: _TimelineKind.ValueType  # 11
+    """`num_tokens` were put into the output by `append`."""
 
 class TimelineKind(_TimelineKind, metaclass=_TimelineKindEnumTypeWrapper):
     """The kind of a timeline entry."""
@@ -247,6 +249,8 @@ TIMELINE_KIND_UPDATED: TimelineKind.ValueType  # 9
 """The caller changed the request; see `update`."""
 TIMELINE_KIND_ENDED: TimelineKind.ValueType  # 10
 """The request ended; see `end`."""
+TIMELINE_KIND_INJECTED: TimelineKind.ValueType  # 11
+"""`num_tokens` were put into the output by `append`."""
 Global___TimelineKind: _TypeAlias = TimelineKind  # noqa: Y015
 
 class _RequestState:
@@ -406,7 +410,7 @@ class TimelineEntry(_message.Message):
     last_step: _builtins.int
     """The number of its last step. Absent if it belongs to no step."""
     num_tokens: _builtins.int
-    """The number of tokens: of the chunks, of the output, or of the cached prefix."""
+    """The number of tokens: of the chunks, of the output, of the cached prefix, or of what was injected."""
     queue_position: _builtins.int
     """The number of requests ahead of it in the queue, for TIMELINE_KIND_ACCEPTED."""
     hold_cause: Global___HoldCause.ValueType

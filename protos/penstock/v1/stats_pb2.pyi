@@ -81,11 +81,11 @@ class WatchStatsResponse(_message.Message):
     state: _state_pb2.ServiceState.ValueType
     """The state of the service."""
     live_requests: _builtins.int
-    """The number of requests that have not finished."""
+    """The number of requests that have not finished. Prompts that are computed ahead count in no number of requests."""
     running_rows: _builtins.int
-    """The number of running rows. A request of n choices has up to n."""
+    """The number of running rows, including those of prompts that are computed ahead. A request of n choices has up to n."""
     waiting_choices: _builtins.int
-    """The number of choices that wait for a row."""
+    """The number of choices of requests that wait for a row."""
     stalled_requests: _builtins.int
     """The number of requests that are held back because their stream is not read."""
     kv_usage: _builtins.float

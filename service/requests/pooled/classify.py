@@ -10,8 +10,8 @@ from penstock.models.checkpoint.classification_head import ClassificationHead
 from penstock.scheduler.plan import Pooling
 from penstock.scheduler.request import Event, Request
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.requests.generate import Origin
 from penstock.service.requests.pooled.inputs import Encoded, PooledInputs, check_num_values
+from penstock.service.requests.preparation import Origin
 
 
 class ClassifyRequestBuilder:

@@ -12,8 +12,8 @@ import penstock.v1 as pb
 from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.request import Event, Request
 from penstock.service.errors import invalid
-from penstock.service.requests.generate import Origin
 from penstock.service.requests.pooled.inputs import PooledInputs
+from penstock.service.requests.preparation import Origin
 
 MAX_MESSAGE_BYTES = 1 << 20
 """Limit on a message with more than one vector."""

@@ -12,7 +12,7 @@ from penstock.service.config.field_rules import Limit
 from penstock.service.config.limits import Validator
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
-from penstock.service.requests.generate import Origin
+from penstock.service.requests.preparation import Origin
 from penstock.service.text.detokenizer import IdsOnly
 from penstock.service.text.prompt_limit import PromptLimit
 from penstock.service.text.tokenizer import TokenizerPool

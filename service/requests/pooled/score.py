@@ -10,9 +10,9 @@ from penstock.scheduler.plan import Pooling
 from penstock.scheduler.request import Event, Request
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
-from penstock.service.requests.generate import Origin
 from penstock.service.requests.pooled.classify import existing, without_padding
 from penstock.service.requests.pooled.inputs import Encoded, PooledInputs, too_expensive
+from penstock.service.requests.preparation import Origin
 from penstock.service.text.text_pairs import TextPairs
 
 MAX_PAIR_BYTES = 4 * MAX_TEXT_BYTES

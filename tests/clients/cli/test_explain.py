@@ -54,6 +54,7 @@ TIMELINE = [
     entry(3_000_100, 0, "RESTARTED", (880, 880)),
     entry(3_000_100, 0, "BEGAN", (881, 881)),
     entry(3_200_000, 0, "UPDATED", update=pb.UpdateDetail(priority=2)),
+    entry(3_300_000, 0, "INJECTED", num_tokens=17),
     entry(4_000_000, 0, "ENDED", end=pb.REQUEST_END_STOP),
 ]
 
@@ -77,6 +78,7 @@ time         25 % waiting, 12 % held back, 13 % computing its prompt, 24 % decod
     3.000                                    +         restarted: the worker died: all is computed again (step 880)
     3.000                                    +         began: nothing from the cache (step 881)
     3.200                                     +        changed by its caller: priority 2
+    3.300                                      +       injected: 17 tokens into its output
     4.000                                           +  ended: STOP
 """
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from typing import Any
 
 import anthropic
 import httpx
@@ -179,9 +180,10 @@ def test_an_error_has_the_format_of_the_api(name, client):
     changes, kind, text = BAD[name]
     with pytest.raises(kind) as caught:
         client.messages.create(**body("x") | changes)
-    error = caught.value.body["error"]
+    shown: Any = caught.value.body
+    error = shown["error"]
     assert text in error["message"]
-    assert caught.value.body["type"] == "error"
+    assert shown["type"] == "error"
     assert error["type"] == ("not_found_error" if kind is anthropic.NotFoundError else "invalid_request_error")
 
 
@@ -194,7 +196,8 @@ def test_keys_are_in_the_header_of_anthropics_clients(start_scripted, load_keys,
         with anthropic.Anthropic(base_url=base, api_key="wrong", max_retries=0) as client:
             with pytest.raises(anthropic.AuthenticationError) as caught:
                 client.messages.create(**body(SAID))
-            assert caught.value.body["error"]["type"] == "authentication_error"
+            shown: Any = caught.value.body
+            assert shown["error"]["type"] == "authentication_error"
         headers = {"x-api-key": "of-one", "authorization": "Bearer of-two"}
         assert httpx.post(f"{base}/v1/messages", json=body("x"), headers=headers).status_code == 401
 

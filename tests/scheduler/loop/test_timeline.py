@@ -247,6 +247,13 @@ def test_what_a_caller_changed(start: Callable[[Request], Timeline], clock: Cloc
     assert told == [UpdateDetail(-3, 2.5, 20), UpdateDetail(None, None, 7)]
 
 
+def test_injections(start: Callable[[Request], Timeline]) -> None:
+    timeline = start(request())
+    timeline.injected(0, 7)
+    [entry] = lasting(timeline, EntryKind.INJECTED)
+    assert (entry.num_tokens, entry.first_step, entry.until) == (7, None, entry.at)
+
+
 def test_choices_are_distinguished(start: Callable[[Request], Timeline]) -> None:
     timeline = start(request(n=3))
     timeline.began(0, 0, 0)

@@ -1,5 +1,7 @@
 """What a tenant may have a second and a minute: never more than that, never less, and a refusal says when."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -149,12 +151,14 @@ def test_limits_that_change_hold_at_once(world):
     scheduler.charge("a", Rated.REQUEST)
 
 
-def test_nobody_gets_a_new_budget_by_hiding_behind_other_tenants():
+def test_nobody_gets_a_new_budget_by_hiding_behind_other_tenants(new_request):
     config = SchedulerConfig(default_tenant=TenantLimits(tokens_per_minute=100))
     tenants = TenantAccounting(config, lambda: 0.0)
-    tenants.leave(tenants.enter("spent", 500))
+    spender = new_request("R", [1] * 500, tenant="spent")
+    tenants.leave(tenants.enter(spender), spender)
     for number in range(3 * MAX_REMEMBERED):
-        tenants.leave(tenants.enter(f"{number}", 0))
+        other = replace(spender, tenant=f"{number}", num_paid_tokens=500)
+        tenants.leave(tenants.enter(other), other)
     assert tenants.rate_limit("spent").wait_s(Rated.TOKEN, 1, 0.0) > 0
 
 

@@ -289,6 +289,23 @@ async def test_changed_and_cancelled_by_its_caller(explain, new_reading):
     assert of_kind(told, "DECODED")[0].num_tokens == usage.output_tokens
 
 
+async def test_injections(explain, new_reading):
+    service, ask = await explain(RecordingExecutor(seconds_per_step=0.001))
+    call = service.generation.Generate()
+    await call.write(start(max_tokens=200))
+    reading = new_reading()
+    await reading.read_until(call, lambda reading: reading.outcomes[1].deltas > 2)
+    await call.write(pb.GenerateRequest(append=pb.GenerationAppend(ref=1, text="42")))
+    await call.done_writing()
+    await reading.read(call)
+    told = await ask(reading.outcomes[1].accepted[0].request_id)
+    [entry] = of_kind(told, "INJECTED")
+    assert entry.num_tokens == 2
+    assert kinds(told).index("INJECTED") < len(kinds(told)) - 2
+    decoded = of_kind(told, "DECODED")
+    assert sum(each.num_tokens for each in decoded) == reading.outcomes[1].finished[0].usage.output_tokens
+
+
 async def test_each_choice_has_its_own_entries(explain, new_reading):
     service, ask = await explain()
     frame = start(text="c" * 40, max_tokens=6)

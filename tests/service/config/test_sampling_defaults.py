@@ -16,8 +16,9 @@ from penstock.service.config.field_rules import ModelLimits
 from penstock.service.config.flags import ConfigError
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
-from penstock.service.requests.generate import Origin, RequestBuilder
+from penstock.service.requests.generate import RequestBuilder
 from penstock.service.requests.grammar_check import GrammarChecks
+from penstock.service.requests.preparation import Origin
 from penstock.service.text.tokenizer import TokenizerPool
 
 ALL: dict[str, Any] = {

@@ -6,8 +6,9 @@ import pytest
 
 from penstock.service.config.field_rules import ModelLimits
 from penstock.service.config.limits import Validator
-from penstock.service.requests.generate import Origin, RequestBuilder, ResponseMode
+from penstock.service.requests.generate import RequestBuilder, ResponseMode
 from penstock.service.requests.grammar_check import GrammarChecks
+from penstock.service.requests.preparation import Origin
 from penstock.service.text.tokenizer import TokenizerPool
 
 

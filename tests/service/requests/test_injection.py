@@ -120,6 +120,34 @@ class TestInjection:
         assert finished.status.code == 0
         assert finished.usage.prompt_tokens == len(TEXT)
 
+    async def test_appends_have_numbers(self, open_frames):
+        stream = await open_frames(paced())
+        await stream.send(begin(text=TEXT, max_tokens=60))
+        await stream.until(lambda: len(stream.outcome().token_ids) > 5)
+        bad = pb.TokenIds(ids=[258])
+        await stream.send(
+            append(text="a", append_id=7), append(text="", append_id=8), append(token_ids=bad, append_id=9)
+        )
+        await stream.send(append(text="b"), append(text="c", append_id=7), append(ref=5, text="d", append_id=11))
+        finished = await stream.finished()
+        assert finished.usage.prompt_tokens == len(TEXT) + 3
+        assert [number for event in stream.injected for number in event.append_ids] == [7, 7]
+        assert sum(event.injected_tokens for event in stream.injected) == 3
+        refused = [each for message in stream.reading.messages for each in message.frames_refused]
+        assert sorted((each.ref, each.append_id) for each in refused) == [(1, 8), (1, 9), (5, 11)]
+
+    async def test_a_number_of_one_that_is_refused_at_the_end(self, open_frames, monkeypatch):
+        stream = await open_frames(paced())
+        await stream.send(begin(text=TEXT, max_tokens=400))
+        await stream.until(lambda: stream.outcome().deltas)
+        never = asyncio.Event()
+        monkeypatch.setattr(RequestBuilder, "prepare_injection", lambda *arguments: never.wait())
+        await stream.send(append(text="x", append_id=3), pb.GenerateRequest(cancel=pb.GenerationCancel(refs=[1])))
+        await stream.finished()
+        await stream.until(lambda: stream.refused)
+        [refused] = [each for message in stream.reading.messages for each in message.frames_refused]
+        assert (refused.append_id, stream.refused) == (3, [("APPEND", 1, "UNKNOWN_REF")])
+
     async def test_into_one_that_has_ended(self, open_frames):
         stream = await open_frames()
         await stream.send(begin(text=TEXT))
@@ -145,6 +173,47 @@ class TestInjection:
         assert {refused[2] for refused in stream.refused} == {"PREPARATION_FULL"}
         await stream.finished()
         assert sum(event.injected_tokens for event in stream.injected) == MAX_WAITING_INJECTIONS
+
+
+TAIL_TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.content }}{% if loop.last %}{{ mood or '' }}{% if tools %}"
+    "{% for t in tools %}[{{ t.function.name }}]{% endfor %}{% endif %}{% endif %}{% endfor %}"
+)
+TOOL_TEMPLATE = TAIL_TEMPLATE + "!"
+
+
+class TestMessages:
+    """Injected messages are rendered as they are in a conversation with the options of the request's chat."""
+
+    async def test_options(self, open_frames, write_tokenizer, tmp_path):
+        path = write_tokenizer(tmp_path, [("default", TAIL_TEMPLATE), ("tool_use", TOOL_TEMPLATE)])
+        stream = await open_frames(paced(), tokenizer=Tokenizer(path))
+        cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+            ({}, {}, ""),
+            ({"tools": ["look"]}, {}, "[look]!"),
+            ({"tools": ["look"]}, {"tools": ["ask"]}, "[ask]!"),
+            ({}, {"tools": ["ask"]}, "[ask]!"),
+            ({"mood": "?"}, {}, "?"),
+            ({"mood": "?"}, {"mood": ""}, ""),
+            ({"mood": "?", "tools": ["look"]}, {}, "?[look]!"),
+        ]
+        for ref, (options, _, _) in enumerate(cases, 1):
+            is_open = ref % 2 == 0
+            whole = chat("Look.", **self.fields(**options))
+            await stream.send(begin(ref=ref, chat=whole, max_tokens=100, open=is_open), *[commit(ref)] * is_open)
+        await stream.until(lambda: all(stream.outcome(ref).deltas for ref in range(1, 1 + len(cases))))
+        for ref, (_, own, _) in enumerate(cases, 1):
+            await stream.send(append(ref=ref, chat=chat("42", role="tool", **self.fields(**own))))
+        await stream.until(lambda: len(stream.injected) == len(cases))
+        assert not stream.refused
+        found = {event.ref: event.injected_tokens for event in stream.injected}
+        assert found == {ref: len(f"T42{tail}") for ref, (_, _, tail) in enumerate(cases, 1)}
+
+    def fields(self, tools=(), mood=None):
+        return {
+            "tools": [pb.Tool(function=pb.FunctionTool(name=name)) for name in tools],
+            "template_variables_json": "" if mood is None else f'{{"mood": "{mood}"}}',
+        }
 
 
 TEMPLATE = (

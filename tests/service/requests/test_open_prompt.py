@@ -139,6 +139,51 @@ class TestOpenPrompt:
         await stream.send(begin(text="next"))
         assert (await stream.finished()).status.code
 
+    async def test_its_deadline_ends_it(self, open_frames):
+        stream = await open_frames()
+        await stream.send(begin(open=True, text=TEXT, timeout_ms=50))
+        finished = await stream.finished()
+        assert finished.reason == pb.FINISH_REASON_DEADLINE
+        assert stream.reason_of(finished.status) == "DEADLINE"
+        assert "committed" in finished.status.message
+
+    @pytest.mark.parametrize("first", [{}, {"timeout_ms": 3_600_000}], ids=["none before", "a later one before"])
+    async def test_a_deadline_that_an_update_sets(self, open_frames, first):
+        stream = await open_frames()
+        update = pb.GenerateRequest(update=pb.GenerationUpdate(ref=1, timeout_ms=50))
+        await stream.send(begin(open=True, text=TEXT, **first), update)
+        assert stream.reason_of((await stream.finished()).status) == "DEADLINE"
+
+    async def test_a_deadline_that_an_update_moves_away(self, open_frames):
+        stream = await open_frames()
+        update = pb.GenerateRequest(update=pb.GenerationUpdate(ref=1, timeout_ms=3_600_000))
+        await stream.send(begin(ref=1, open=True, text=TEXT, timeout_ms=1000), update)
+        await stream.send(begin(ref=2, open=True, text=TEXT, timeout_ms=1500))
+        assert stream.reason_of((await stream.finished(2)).status) == "DEADLINE"
+        assert not stream.outcome(1).finished
+        await stream.send(commit())
+        assert (await stream.finished(1)).status.code == 0
+
+    async def test_a_service_that_drains_ends_it(self, open_frames):
+        stream = await open_frames(paced())
+        await stream.send(begin(ref=1, text=TEXT, max_tokens=30), begin(ref=2, open=True, text=TEXT))
+        await stream.until(lambda: stream.outcome(1).deltas)
+        stream.service.engine.drain()
+        finished = await stream.finished(2)
+        assert finished.status.code == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert stream.reason_of(finished.status) == "DRAINING"
+        await stream.send(begin(ref=3, open=True))
+        assert stream.reason_of((await stream.finished(3)).status) == "DRAINING"
+        assert (await stream.finished(1)).usage.output_tokens == 30
+
+    async def test_a_service_that_stops_ends_it(self, open_frames):
+        stream = await open_frames()
+        await stream.send(begin(open=True, text=TEXT))
+        await until(lambda: stream.service.engine.counters.prefill_tokens)
+        stopping = asyncio.create_task(stream.service.server.stop(grace_s=600))
+        assert stream.reason_of((await stream.finished()).status) == "DRAINING"
+        await stopping
+
     async def test_cancelled_before_its_commit(self, open_frames):
         stream = await open_frames()
         await stream.send(begin(open=True, text=TEXT), pb.GenerateRequest(cancel=pb.GenerationCancel(refs=[1])))

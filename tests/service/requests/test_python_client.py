@@ -15,14 +15,14 @@ async def client(start_service):
 
 async def test_a_prompt_in_pieces(client):
     async with client.open_prompt(max_tokens=5) as request:
-        request.append("he")
-        request.append("avy")
+        assert [request.append(piece) for piece in ("he", "avy")] == [1, 2]
         request.append("llo", replace_from=2)
-        request.append([1, 2])
+        refused_id = request.append([1, 2])
         request.commit()
         events = [event async for event in request]
     [refused] = [event for event in events if isinstance(event, FrameRefused)]
     assert (refused.frame, refused.failure.reason) == ("append", "INVALID_FIELD")
+    assert refused.append_id == refused_id == 4
     assert "".join(event.text for event in events if isinstance(event, Delta)) == letters(5, 5)
     assert events[-1].usage.prompt_tokens == 5
 
@@ -31,7 +31,7 @@ async def test_a_prompt_in_pieces(client):
 async def test_injection(client, content):
     async with client.generate("hello") as request:
         events = await request.take()
-        request.append(content)
+        append_id = request.append(content)
         while not (injected := [event for event in events if isinstance(event, Injected)]):
             more = await request.take()
             assert more, "the request ended"
@@ -41,6 +41,7 @@ async def test_injection(client, content):
     output = "".join(event.text for event in events if isinstance(event, Delta))
     before = injected[0].output_tokens
     assert injected[0].injected_tokens == 2
+    assert injected[0].append_ids == [append_id] == [1]
     assert output[:before] == letters(5, before)
     assert output[before:] == letters(5 + before + 2, len(output) - before)
     assert events[-1].usage.prompt_tokens == 7

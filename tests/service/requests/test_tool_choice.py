@@ -140,7 +140,8 @@ def test_markers_in_angle_brackets_are_tokens(tmp_path, byte_tokenizer):
     assert tokenizer.special_ids == {256, 257}
     assert tokenizer.marker_ids == {"<|end|>": 256, "<|turn|>": 257, "<tool_call>": 258, "</tool_call>": 259}
     formats = find_formats(tokenizer, "hermes")
-    lark = CallConstraints(formats).constraint(start_of(tool(), function="look")).lark
+    start = start_of(tool(), function="look")
+    lark = CallConstraints(formats).constraint(start, ToolSchemas(start.chat)).lark
     facts = tokenizer.facts
     library = read_tokenizer(str(tmp_path), facts.special_tokens, facts.num_ids, facts.eos_token_ids)
     matcher = compile_grammar(library, to_grammar("lark", lark, tokenizer.marker_ids)).deep_copy()

@@ -105,6 +105,15 @@ async def test_what_another_branch_shares_stays(service):
     assert usage.cached_tokens > usage.prompt_tokens - 48
 
 
+@pytest.mark.parametrize("retain_ms", [300_000, 600_000], ids=["longer than the prefetch", "as long"])
+async def test_what_was_prefetched_stays(service, retain_ms):
+    context = await complete(service, TEXT, retain_ms=retain_ms)
+    await service.generation.Prefetch(pb.PrefetchRequest(start=start(TEXT, retain_ms=300_000)))
+    assert await release(service, context.request_id) == []
+    await fill_cache(service)
+    assert (await complete(service, TEXT)).usage.cached_tokens > len(TEXT) - 32
+
+
 def test_only_the_contexts_of_the_own_tenant():
     contexts = ContextStore(600.0, 1000)
     assert contexts.keep("R", "mine", Context(list(range(64)), [bytes([n]) * 32 for n in range(4)]), wanted=True)
