@@ -186,6 +186,7 @@ ACCESS: Mapping[str, Access] = {
     "/penstock.v1.TokenizerService/Detokenize": Access.CALLERS,
     "/penstock.v1.TokenizerService/RenderChat": Access.CALLERS,
     "/penstock.v1.TokenizerService/Tokenize": Access.CALLERS,
+    "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics": Access.CALLERS,
 }
 """Every served method. Methods that are not listed are denied to all callers."""
 
