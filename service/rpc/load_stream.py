@@ -1,16 +1,19 @@
 """xds.service.orca.v3.OpenRcaService: load reports outside calls (gRFC A51), for balancers whose calls are long or
-few."""
+few.
+
+It needs no credentials: neither Envoy nor gRPC's balancers send any, and the trailers of refused calls have the same
+reports."""
 
 import asyncio
 from typing import Any
 
 import grpc
 
-from penstock.service.auth.identity import current_principal
 from penstock.service.config.durations import is_valid, to_seconds
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.rpc.load_report import LoadReporter
 from penstock.service.transport.call_end import write
+from penstock.service.transport.connections import peer_of
 from penstock.service.transport.places import Places, Rules
 from penstock.v1.orca import SERVICE, OrcaLoadReport, OrcaLoadReportRequest
 
@@ -18,7 +21,7 @@ MIN_INTERVAL_S = 1.0
 """The shortest interval, and the default, as A51 has it. A shorter one counts as this one."""
 MAX_INTERVAL_S = 86_400.0
 """A longer one counts as this one."""
-MAX_STREAMS, MAX_STREAMS_OF_TENANT = 512, 128
+MAX_STREAMS, MAX_STREAMS_OF_HOST = 512, 64
 """Limits on open streams. All of them together take some percent of a core."""
 
 
@@ -31,7 +34,7 @@ class LoadStreams:
         self._places = Places(
             Rules(
                 total=MAX_STREAMS,
-                each=MAX_STREAMS_OF_TENANT,
+                each=MAX_STREAMS_OF_HOST,
                 waiting_each=0,
                 max_waiting=0,
                 hold_s=0.0,
@@ -42,7 +45,8 @@ class LoadStreams:
     async def StreamCoreMetrics(self, request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
         """Sends a report at once and after every interval, until the caller leaves or the service ends."""
         interval_s = _interval_s(request)
-        async with self._places.place(current_principal.get().tenant):
+        host, _ = peer_of(context.peer()) or ("", 0)
+        async with self._places.place(host):
             await context.send_initial_metadata(())
             while True:
                 await write(context, self._reporter.report())

@@ -37,6 +37,7 @@ class RequestRates:
     """The requests that ended recently, including refused ones, per second."""
 
     ended_per_s: float
+    """That of one request at least: balancers ignore a rate of 0, which would keep an idle service idle."""
     failed_per_s: float
     """Those that failed by the service's fault, or because it was overloaded."""
 
@@ -103,7 +104,7 @@ class RecentStats:
         first = seconds[max(0, len(seconds) - RATE_SECONDS)]
         passed_s = max(1.0, self._clock() - first.began)
         return RequestRates(
-            ended_per_s=(metrics.num_ended - first.ended) / passed_s,
+            ended_per_s=max(1, metrics.num_ended - first.ended) / passed_s,
             failed_per_s=(metrics.num_failed - first.failed) / passed_s,
         )
 

@@ -18,8 +18,6 @@ _TIMEOUT_S = 0.25
 """How long a response waits for it."""
 _NUMBERS = ("application_utilization", "rps_fractional", "eps")
 
-Metadata = tuple[tuple[str, str], ...]
-
 
 class LoadReports:
     """Gets the reports from the service's stream of them: grpcio's clients cannot read the trailers of other calls."""
@@ -28,17 +26,14 @@ class LoadReports:
         self._stream: Any = channel.unary_stream(
             f"/{SERVICE}/StreamCoreMetrics", OrcaLoadReportRequest.SerializeToString, OrcaLoadReport.FromString
         )
-        self._metadata: Metadata = ()
         self._recent = Recent(self._fetch, _KEPT_S)
 
-    async def get(self, metadata: Metadata) -> Any:
-        """Returns an OrcaLoadReport, as recent as ``_KEPT_S``; None if the service has none, or does not respond.
-        ``metadata`` is that of a caller whom the service accepts."""
-        self._metadata = metadata
+    async def get(self) -> Any:
+        """Returns an OrcaLoadReport, as recent as ``_KEPT_S``; None if the service has none, or does not respond."""
         return await self._recent.get()
 
     async def _fetch(self) -> Any:
-        call = self._stream(OrcaLoadReportRequest(), metadata=self._metadata, timeout=_TIMEOUT_S)
+        call = self._stream(OrcaLoadReportRequest(), timeout=_TIMEOUT_S)
         try:
             report = await call.read()
         except grpc.aio.AioRpcError:

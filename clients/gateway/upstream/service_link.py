@@ -127,7 +127,7 @@ class UpstreamCaller:
     async def load_header(self, wanted: str) -> tuple[str, str] | None:
         """Returns the header with the service's load in the format ``wanted``; None if there is no such format or
         report."""
-        report = await self._link.load_reports.get(self._metadata)
+        report = await self._link.load_reports.get()
         return None if report is None else load_header(report, wanted)
 
     def keep_of_body(self, num_bytes: int) -> None:

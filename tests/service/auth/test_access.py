@@ -88,8 +88,8 @@ async def service(start_service, files):
 def channels_of(service, path):
     if path.startswith("/penstock.v1.AdminService/"):
         return [service.admin_channel]
-    is_callers = path.startswith(("/penstock.v1.", "/xds."))
-    return [service.channel] if is_callers else [service.channel, service.admin_channel]
+    of_callers = path.startswith(("/penstock.v1.", "/xds."))
+    return [service.channel] if of_callers else [service.channel, service.admin_channel]
 
 
 async def code_of(channel, path, metadata, body=b""):
