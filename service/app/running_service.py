@@ -5,6 +5,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 
+import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 
@@ -130,16 +131,19 @@ class RunningService:
         self.pooled_calls = PooledCalls(engine, telemetry)
         self._limits = CallLimits()
         identity = IdentityInterceptor(config.authenticator)
-        interceptors = [StatusInterceptor(telemetry, self._limits, self._load), identity]
         # Separate limits: operators get through even if callers have used up theirs.
         admin_limits = CallLimits(self._limits.connections)
         self._admin_interceptors = [StatusInterceptor(telemetry, admin_limits, self._load), identity]
-        max_streams = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests + _STREAMS_BESIDES
         self._max_connections = max_connections(config.max_connections)
-        cut, trailing = self._limits.connections.cut, self._load.trailers
-        self._server = new_server(interceptors, max_streams, self._max_connections, cut, trailing)
+        self._server = self._new_server([StatusInterceptor(telemetry, self._limits, self._load), identity])
         self._admin_listeners: list[AdminListener] = []
         self._add_services(tokenizer, formats, health)
+
+    def _new_server(self, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
+        scheduler = self._config.scheduler
+        max_streams = scheduler.max_num_seqs + scheduler.max_queued_requests + _STREAMS_BESIDES
+        cut, trailing = self._limits.connections.cut, self._load.trailers
+        return new_server(interceptors, max_streams, self._max_connections, cut, trailing)
 
     def _add_services(self, tokenizer: Tokenizer, formats: AnswerFormats, health: Health) -> None:
         config, engine, server = self._config, self._engine, self._server

@@ -78,7 +78,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         parse = handler.request_deserializer or _as_it_is
         serialize = handler.response_serializer or _as_it_is
         is_open = ACCESS.get(details.method) is Access.OPEN
-        limits, load = self._limits, self._load
+        limits = self._limits
 
         async def run(context: Context, owner: str) -> Any:
             if handler.request_streaming:
@@ -109,9 +109,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 return await run(context, host)
 
         async def answer(request_iterator: Any, context: Context) -> Any:
-            request_id, cost, peer = current_request_id.get(), current_cost.get(), context.peer()
-            principal = current_principal.get(None)
-            tenant = None if principal is None else principal.tenant
+            request_id, peer = current_request_id.get(), context.peer()
+            tenant = getattr(current_principal.get(None), "tenant", None)
             limits.connections.begin_call(peer, tenant)
             try:
                 with self._telemetry.call(details.method, details.invocation_metadata, request_id):
@@ -119,9 +118,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             except BaseException as error:
                 is_gone = isinstance(error, grpc.aio.InternalError)  # the client
                 self._telemetry.metrics.call(details.method, grpc.StatusCode.CANCELLED if is_gone else code_of(error))
-                await _end(context, error, request_id, limits.answers, load.trailers(cost))
+                await _end(context, error, request_id, limits.answers, self._load.trailers(current_cost.get()))
             else:
-                context.set_trailing_metadata(load.trailers(cost))
+                context.set_trailing_metadata(self._load.trailers(current_cost.get()))
                 self._telemetry.metrics.call(details.method, grpc.StatusCode.OK)
                 return answered
             finally:

@@ -18,7 +18,7 @@ from penstock.service.transport.places import Places, Rules
 from penstock.v1.orca import SERVICE, OrcaLoadReport, OrcaLoadReportRequest
 
 MIN_INTERVAL_S = 1.0
-"""The shortest interval, and the default, as A51 has it. A shorter one counts as this one."""
+"""The shortest interval, and the default, as defined by A51. A shorter one counts as this one."""
 MAX_INTERVAL_S = 86_400.0
 """A longer one counts as this one."""
 MAX_STREAMS, MAX_STREAMS_OF_HOST = 512, 64

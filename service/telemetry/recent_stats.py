@@ -37,9 +37,9 @@ class RequestRates:
     """The requests that ended recently, including refused ones, per second."""
 
     ended_per_s: float
-    """That of one request at least: balancers ignore a rate of 0, which would keep an idle service idle."""
+    """The rate of one request at least: balancers ignore a rate of 0, which would keep an idle service idle."""
     failed_per_s: float
-    """Those that failed by the service's fault, or because it was overloaded."""
+    """The requests that failed by the service's fault, or because it was overloaded."""
 
 
 @dataclass(frozen=True, slots=True)
