@@ -107,8 +107,7 @@ class RunningService:
         self._load = LoadReporter(engine, self._recent_stats, config.target_ttft_s)
         self._load_streams = LoadStreams(self._load)
         telemetry = Telemetry(config.model_name, self._metrics)
-        limits = ModelLimits(tokenizer.vocab_size, facts.max_model_len, config.model_name)
-        self._validator = validator = Validator(limits)
+        self._validator = validator = Validator(ModelLimits(tokenizer.vocab_size, facts.max_model_len, config.model_name))
         max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
         conversations = ContextStore(config.conversation_ttl_s, config.conversation_tokens)
         request_builder = RequestBuilder(

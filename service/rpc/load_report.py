@@ -1,5 +1,5 @@
-"""Reports the service's load in ORCA's format (gRFC A51), for trailing metadata of calls and for balancers that watch it.
-docs/load.md describes the fields."""
+"""Reports the service's load in ORCA's format (gRFC A51), for trailing metadata of calls and for balancers that watch
+it. docs/load.md describes the fields."""
 
 import time
 from collections.abc import Callable
