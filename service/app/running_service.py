@@ -99,7 +99,6 @@ class RunningService:
         self._engine = engine
         self._facts = facts
         self._health = health
-        self._tls = config.tls
         self._close_exporter = export_spans(os.environ, "penstock")
         self._metrics = Metrics()
         self._recent_stats = RecentStats(lambda: engine.counters, self._metrics)
@@ -107,7 +106,8 @@ class RunningService:
         self._load = LoadReporter(engine, self._recent_stats, config.target_ttft_s)
         self._load_streams = LoadStreams(self._load)
         telemetry = Telemetry(config.model_name, self._metrics)
-        self._validator = validator = Validator(ModelLimits(tokenizer.vocab_size, facts.max_model_len, config.model_name))
+        limits = ModelLimits(tokenizer.vocab_size, facts.max_model_len, config.model_name)
+        self._validator = validator = Validator(limits)
         max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
         conversations = ContextStore(config.conversation_ttl_s, config.conversation_tokens)
         request_builder = RequestBuilder(
@@ -184,7 +184,7 @@ class RunningService:
                 service,
                 self._health,
                 self._admin_interceptors,
-                self._tls,
+                self._config.tls,
                 self._limits.connections,
                 self._load.trailers,
             )
@@ -198,7 +198,7 @@ class RunningService:
         """Opens all listeners; callers' also on ``private`` Unix sockets, which only this user can open. Returns the
         callers' address, and those of the admin listeners. Raises ListenError."""
         try:
-            bound = bind(self._server, address, self._tls)
+            bound = bind(self._server, address, self._config.tls)
             self._bound = address
             self._limits.connections.add_listener(Address.parse(bound), self._max_connections)
             with only_for_this_user():
