@@ -42,7 +42,7 @@ POLICIES: dict[str, Callable[[Config], None]] = {
 
 
 async def _share(program: str, tokenizer: Tokenizer, change: Callable[[Config], None], num_requests: int) -> float:
-    async with replicas(tokenizer) as running:
+    async with replicas(tokenizer, *LOADS) as running:
         targets = [replica.target for replica in running]
         with tempfile.TemporaryDirectory() as folder:
             async with running_envoy(program, Path(folder), *targets, change=change) as proxy:

@@ -1,4 +1,4 @@
-"""Services with fake workers behind a proxy, of which one has four times the load of the other."""
+"""Services with fake workers behind a proxy, each with its own load."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,12 +13,13 @@ from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app.server import Server
 from penstock.service.app.server_config import ServerConfig
+from penstock.service.streaming.outbox import HEARTBEAT_S
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 NUM_ROWS = 40
 LOADS = (32, 8)
-"""The rows that long requests hold, which do not come through the proxy."""
+"""The rows that long requests hold, which do not come through the proxy: one replica has four times the other's."""
 AT_ONCE = 4
 
 
@@ -31,7 +32,7 @@ class Replica:
 
 
 @asynccontextmanager
-async def replicas(tokenizer: Tokenizer, loads: tuple[int, ...] = LOADS) -> AsyncIterator[list[Replica]]:
+async def replicas(tokenizer: Tokenizer, *loads: int, heartbeat_s: float = HEARTBEAT_S) -> AsyncIterator[list[Replica]]:
     """Starts a service for each of ``loads``."""
     async with AsyncExitStack() as stack:
         running = []
@@ -44,17 +45,19 @@ async def replicas(tokenizer: Tokenizer, loads: tuple[int, ...] = LOADS) -> Asyn
             )
             scheduler = SchedulerConfig(max_num_seqs=NUM_ROWS)
             engine = Engine(executor, scheduler)
-            config = ServerConfig("fake", "127.0.0.1:0", scheduler=scheduler)
+            config = ServerConfig("fake", "127.0.0.1:0", scheduler=scheduler, heartbeat_s=heartbeat_s)
             server = Server(config, engine, lambda: tokenizer)
             target = await server.start()
             stack.push_async_callback(server.stop)
+            running.append(Replica(engine, target))
+            if not load:
+                continue
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(target))
             stream = GenerationServiceStub(channel).Generate()
             start = pb.GenerationStart(ref=1, text="hi", sampling=_sampling(4000, n=load))
             await stream.write(pb.GenerateRequest(start=start))
             while engine.load().running < load:  # noqa: ASYNC110 - the engine tells nobody
                 await asyncio.sleep(0.01)
-            running.append(Replica(engine, target))
         yield running
 
 
