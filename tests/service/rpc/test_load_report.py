@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
@@ -33,7 +34,7 @@ async def described_methods(channel):
     )()
     await call.write(request(list_services=""))
     names = [found.name for found in (await call.read()).list_services_response.service]
-    methods = {}
+    methods: dict[str, bool] = {}
     for name in names:
         await call.write(request(file_containing_symbol=name))
         found = (await call.read()).file_descriptor_response.file_descriptor_proto
@@ -105,7 +106,7 @@ class TestCost:
 
     async def test_of_inputs_that_are_embedded(self, start_service):
         service = await start_service()
-        request = pb.EmbedRequest(inputs=[{"text": "hey"}, {"text": "hello"}])
+        request = pb.EmbedRequest(inputs=[pb.EmbedInput(text="hey"), pb.EmbedInput(text="hello")])
         code, report = await end_of(service.target, "/penstock.v1.EmbeddingService/Embed", request.SerializeToString())
         assert code is grpc.StatusCode.OK
         assert report.request_cost["prompt_tokens"] == 8
@@ -127,10 +128,11 @@ class World:
         self.current = EngineLoad(state=EngineState.SERVING)
         self.config = SchedulerConfig(max_num_seqs=10, max_queued_requests=100)
         self.facts = SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=2048)
-        self.metrics = SimpleNamespace(num_ended=0, num_failed=0, finished={}, recent=None)
-        counters = SimpleNamespace(prefill_tokens=0, output_tokens=0)
+        self.metrics: Any = SimpleNamespace(num_ended=0, num_failed=0, finished={}, recent=None)
+        counters: Any = SimpleNamespace(prefill_tokens=0, output_tokens=0)
         self.recent = RecentStats(lambda: counters, self.metrics, lambda: self.now)
-        self.reporter = LoadReporter(self, self.recent, target_ttft_s, lambda: self.now)
+        engine: Any = self
+        self.reporter = LoadReporter(engine, self.recent, target_ttft_s, lambda: self.now)
 
     def load(self):
         self.num_computed += 1
@@ -287,7 +289,7 @@ class TestStream:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await subscribe(service.channel).read()
         assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "streams of load reports" in error.value.details()
+        assert "streams of load reports" in str(error.value.details())
         streams[0].cancel()
         places = service.server._running._load_streams._places
         await until(lambda: places.num_taken == 1)

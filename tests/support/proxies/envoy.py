@@ -27,13 +27,15 @@ def find_envoy() -> str | None:
 def cluster_of(config: Config) -> Config:
     """The replicas."""
     (cluster,) = config["static_resources"]["clusters"]
-    return cluster
+    found: Config = cluster
+    return found
 
 
 def policy_of(config: Config) -> Config:
     """How it balances by load reports."""
     (policy,) = cluster_of(config)["load_balancing_policy"]["policies"]
-    return policy["typed_extension_config"]["typed_config"]
+    found: Config = policy["typed_extension_config"]["typed_config"]
+    return found
 
 
 class Envoy:
