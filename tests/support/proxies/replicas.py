@@ -29,6 +29,8 @@ class Replica:
 
     engine: Engine
     target: str
+    metrics_target: str
+    """Of its page of metrics and its probes."""
 
 
 @asynccontextmanager
@@ -45,11 +47,14 @@ async def replicas(tokenizer: Tokenizer, *loads: int, heartbeat_s: float = HEART
             )
             scheduler = SchedulerConfig(max_num_seqs=NUM_ROWS)
             engine = Engine(executor, scheduler)
-            config = ServerConfig("fake", "127.0.0.1:0", scheduler=scheduler, heartbeat_s=heartbeat_s)
+            config = ServerConfig(
+                "fake", "127.0.0.1:0", metrics_listen="127.0.0.1:0", scheduler=scheduler, heartbeat_s=heartbeat_s
+            )
             server = Server(config, engine, lambda: tokenizer)
             target = await server.start()
             stack.push_async_callback(server.stop)
-            running.append(Replica(engine, target))
+            assert server.metrics_target is not None
+            running.append(Replica(engine, target, server.metrics_target))
             if not load:
                 continue
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(target))
