@@ -92,7 +92,7 @@ async def test_a_deadline_and_a_cancellation_end_requests(envoy: str, tmp_path: 
             await generation.Complete(pb.CompleteRequest(start=start), timeout=0.5)
         assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await until(lambda: replica.engine.stats().finished == 1)
-        stream = generation.Generate()
+        stream: Any = generation.Generate()
         await stream.write(pb.GenerateRequest(start=start))
         while not (await stream.read()).deltas:
             pass
@@ -107,7 +107,7 @@ async def test_a_stream_of_many_requests_goes_both_ways(envoy: str, tmp_path: Pa
         running_envoy(envoy, tmp_path, replica.target) as proxy,
         grpc.aio.insecure_channel(proxy.target) as channel,
     ):
-        stream = GenerationServiceStub(channel).Generate()
+        stream: Any = GenerationServiceStub(channel).Generate()
         for ref in (1, 2, 3):
             sampling = pb.SamplingParams(max_tokens=ref, ignore_eos=True)
             await stream.write(pb.GenerateRequest(start=pb.GenerationStart(ref=ref, text="hi", sampling=sampling)))
@@ -137,7 +137,7 @@ async def test_an_idle_stream_outlives_every_timeout(envoy: str, tmp_path: Path,
         running_envoy(envoy, tmp_path, replica.target, change=short) as proxy,
         grpc.aio.insecure_channel(proxy.target, options=options) as channel,
     ):
-        stream = GenerationServiceStub(channel).Generate()
+        stream: Any = GenerationServiceStub(channel).Generate()
         num_heartbeats = 0
         while num_heartbeats < 15:
             num_heartbeats += (await stream.read()).HasField("heartbeat")

@@ -85,10 +85,10 @@ async def test_envoy_reads_the_header_of_the_http_gateway(
             assert header is not None
             writer.write(f"HTTP/1.1 200 OK\r\n{header[0]}: {header[1]}\r\ncontent-length: 0\r\n\r\n".encode())
 
-    async def accept(utilization: float, *connection: Any) -> None:
+    async def accept(utilization: float, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.IncompleteReadError):
-            await respond(*connection, utilization)
-        connection[1].close()
+            await respond(reader, writer, utilization)
+        writer.close()
 
     servers = [await asyncio.start_server(partial(accept, share), "127.0.0.1", 0) for share in (0.8, 0.2)]
     targets = [f"127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]

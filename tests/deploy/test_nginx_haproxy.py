@@ -111,7 +111,7 @@ async def test_calls_of_each_kind(name: str, tmp_path: Path, tokenizer: Tokenize
         grpc.aio.insecure_channel(proxy.target) as channel,
     ):
         generation = GenerationServiceStub(channel)
-        stream = generation.Generate()
+        stream: Any = generation.Generate()
         for ref in (1, 2, 3):  # each when the one before has ended
             sampling = pb.SamplingParams(max_tokens=ref, ignore_eos=True)
             await stream.write(pb.GenerateRequest(start=pb.GenerationStart(ref=ref, text="hi", sampling=sampling)))
@@ -154,7 +154,7 @@ async def test_an_idle_stream_outlives_an_hour(name: str, tmp_path: Path, tokeni
         running(name, tmp_path, replica, changes=SHORT[name]) as proxy,
         grpc.aio.insecure_channel(proxy.target) as channel,
     ):
-        stream = GenerationServiceStub(channel).Generate()
+        stream: Any = GenerationServiceStub(channel).Generate()
         num_heartbeats = 0
         while num_heartbeats < 12:
             message = await stream.read()

@@ -128,9 +128,10 @@ class World:
         self.current = EngineLoad(state=EngineState.SERVING)
         self.config = SchedulerConfig(max_num_seqs=10, max_queued_requests=100)
         self.facts = SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=2048)
-        self.metrics: Any = SimpleNamespace(num_ended=0, num_failed=0, finished={}, recent=None)
+        metrics: Any = SimpleNamespace(num_ended=0, num_failed=0, finished={}, recent=None)
         counters: Any = SimpleNamespace(prefill_tokens=0, output_tokens=0)
-        self.recent = RecentStats(lambda: counters, self.metrics, lambda: self.now)
+        self.metrics = metrics
+        self.recent = RecentStats(lambda: counters, metrics, lambda: self.now)
         engine: Any = self
         self.reporter = LoadReporter(engine, self.recent, target_ttft_s, lambda: self.now)
 
