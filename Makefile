@@ -266,7 +266,8 @@ docs-serve: setup ## serve the site on 127.0.0.1:8001 and rebuild it after each 
 # The folder of the generated files. A test generates them elsewhere and compares.
 PROTO_OUT ?= protos
 # The descriptor set is for callers without the sources, such as grpcurl and gateways that transcode. It includes the
-# details that a Status may carry.
+# details that a Status may carry. The messages of load reports have a set of their own: stubs of them would be modules
+# named xds, as in the package xds-protos.
 PROTOC = $(BIN)/python -P -m grpc_tools.protoc -I protos
 
 .PHONY: protos stubs
@@ -280,6 +281,7 @@ stubs:
 	  $(sort $(wildcard protos/penstock/v1/*.proto)); \
 	$(PROTOC) --include_imports --descriptor_set_out="$$new/penstock/v1/descriptor.binpb" \
 	  $(sort $(wildcard protos/penstock/v1/*.proto)) google/rpc/error_details.proto; \
+	$(PROTOC) --include_imports --descriptor_set_out="$$new/penstock/v1/orca.binpb" xds/service/orca/v3/orca.proto; \
 	mkdir -p $(PROTO_OUT); \
 	find $(PROTO_OUT) -name '*_pb2*.py*' -not -path '*/__pycache__/*' -delete; \
 	cp -R "$$new/." $(PROTO_OUT)/

@@ -42,6 +42,17 @@ class Counters:
     """Counts of drafts. Its ``steps`` counts each row's steps."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How busy the engine is now. The fields are those of ``EngineStats``."""
+
+    state: EngineState
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    predicted_ttft_s: float | None = None
+
+
 @dataclass(kw_only=True)
 class EngineStats(Counters):
     """A snapshot of the engine: its totals, and its current values."""

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
+from dataclasses import asdict
 
 from penstock.kv.events import KvEventLog
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.engine_stats import Counters, EngineState, EngineStats
+from penstock.scheduler.engine_stats import Counters, EngineLoad, EngineState, EngineStats
 from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.loop.live_requests import LiveRequestFilter, LiveRequestScan
 from penstock.scheduler.loop.scheduler import Scheduler
@@ -373,11 +374,15 @@ class Engine:
         """Totals since the start; 0 until a worker has started."""
         return Counters() if self._scheduler is None else self._scheduler.counters
 
+    def load(self) -> EngineLoad:
+        """Returns how busy the engine is, cheap enough to take for each step."""
+        return EngineLoad(state=self.state) if self._scheduler is None else self._scheduler.load(self.state)
+
     def stats(self) -> EngineStats:
         """Returns a snapshot, cheap enough to take every second."""
         stats = EngineStats(
             **vars(deepcopy(self.counters)),
-            state=self.state,
+            **asdict(self.load()),
             finished=self._num_finished,
             restarts=self._supervisor.restarts.total,
         )
@@ -385,14 +390,10 @@ class Engine:
         scheduler = self._scheduler
         if scheduler is not None:
             stats.requests = len(scheduler.requests) - scheduler.tenants.warm_ups.requests
-            stats.running = len(scheduler.running)
-            stats.waiting = len(scheduler.waiting) - scheduler.waiting.num_warm_ups
-            stats.kv_usage = scheduler.kv.usage
             stats.cached_blocks = scheduler.kv.pool.num_cached
             stats.stalled = scheduler.num_held
             stats.retained_blocks = scheduler.kv.pool.num_retained
             stats.host_blocks = len(scheduler.kv.host)
             stats.restored_tokens = scheduler.kv.num_restored_tokens
             stats.step_s = scheduler.predictor.median_step_s
-            stats.predicted_ttft_s = scheduler.predictor.short_ttft_s
         return stats

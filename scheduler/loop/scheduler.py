@@ -23,6 +23,7 @@ from penstock.kv.retention import LeaseKind
 from penstock.scheduler.admission.intake import RequestIntake
 from penstock.scheduler.admission.latency_predictor import LatencyPredictor
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.engine_stats import EngineLoad, EngineState
 from penstock.scheduler.loop.live_requests import LiveRequestFilter, LiveRequestScan
 from penstock.scheduler.loop.output_processor import OutputProcessor
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerFacts
@@ -170,6 +171,16 @@ class Scheduler:
     def scan(self, wanted: LiveRequestFilter, after: int) -> LiveRequestScan:
         """Returns a scan of the live requests that match and arrived after number ``after``; -1 for all."""
         return LiveRequestScan(self.requests, self._bisector.may_run, wanted, after)
+
+    def load(self, state: EngineState) -> EngineLoad:
+        """Returns how busy the scheduler is, for an engine in this state."""
+        return EngineLoad(
+            state=state,
+            running=len(self.running),
+            waiting=len(self.waiting) - self.waiting.num_warm_ups,
+            kv_usage=self.kv.usage,
+            predicted_ttft_s=self.predictor.short_ttft_s,
+        )
 
     def _emit_so_far(self, live: RequestState) -> None:
         for sequence in live.sequences:

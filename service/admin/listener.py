@@ -12,6 +12,7 @@ from penstock.service.config.addresses import Address
 from penstock.service.rpc.health import Health
 from penstock.service.rpc.reflection import add_reflection
 from penstock.service.transport.connections import MAX_ADMIN_CONNECTIONS, Connections
+from penstock.service.transport.early_refusals import Trailing
 from penstock.service.transport.transport import bind, new_server, only_for_this_user
 from penstock.v1 import admin_pb2, admin_pb2_grpc
 
@@ -32,13 +33,14 @@ class AdminListener:
         interceptors: Sequence[grpc.aio.ServerInterceptor],
         tls: ServerTls | None,
         connections: Connections,
+        trailing: Trailing,
     ) -> None:
         """``tls`` applies if other machines can reach the address; on loopback the tools need no certificates."""
         self._address = address
         self._tls = None if address.is_local else tls
         self._service = service
         self._connections = connections
-        self._server = new_server(interceptors, _MAX_STREAMS, MAX_ADMIN_CONNECTIONS, connections.cut)
+        self._server = new_server(interceptors, _MAX_STREAMS, MAX_ADMIN_CONNECTIONS, connections.cut, trailing)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(health, self._server)  # type: ignore[no-untyped-call]
         add_reflection((ADMIN_SERVICE, HEALTH_SERVICE), self._server)

@@ -108,6 +108,7 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
     server = ServerConfig(
         model_name=config.model_name,
         listen=config.address,
+        target_ttft_s=config.target_ttft / 1000 or None,
         admin_listen=None if addresses.admin is None else str(addresses.admin),
         metrics_listen=None if addresses.metrics is None else str(addresses.metrics),
         allowed_hosts=read_hosts(config.allowed_hosts or ""),

@@ -5,6 +5,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 
+import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 
@@ -34,6 +35,8 @@ from penstock.service.rpc.embedding import EmbeddingService
 from penstock.service.rpc.generation import GenerationService
 from penstock.service.rpc.health import Health
 from penstock.service.rpc.interceptor import StatusInterceptor
+from penstock.service.rpc.load_report import LoadReporter
+from penstock.service.rpc.load_stream import LoadStreams
 from penstock.service.rpc.model import ModelService
 from penstock.service.rpc.pooled_calls import PooledCalls
 from penstock.service.rpc.reflection import add_reflection
@@ -56,6 +59,7 @@ from penstock.v1 import (
     generation_pb2_grpc,
     model_pb2,
     model_pb2_grpc,
+    orca,
     tokenizer_pb2,
     tokenizer_pb2_grpc,
 )
@@ -97,6 +101,8 @@ class RunningService:
         self._metrics = Metrics()
         self._recent_stats = RecentStats(lambda: engine.counters, self._metrics)
         self._bound: Address | None = None
+        self._load = LoadReporter(engine, self._recent_stats, config.target_ttft_s)
+        self._load_streams = LoadStreams(self._load)
         telemetry = Telemetry(config.model_name, self._metrics)
         limits = ModelLimits(tokenizer.vocab_size, facts.max_model_len, config.model_name)
         self._validator = validator = Validator(limits)
@@ -123,14 +129,19 @@ class RunningService:
         self.pooled_calls = PooledCalls(engine, telemetry)
         self._limits = CallLimits()
         identity = IdentityInterceptor(config.authenticator)
-        interceptors = [StatusInterceptor(telemetry, self._limits), identity]
         # Separate limits: operators get through even if callers have used up theirs.
-        self._admin_interceptors = [StatusInterceptor(telemetry, CallLimits(self._limits.connections)), identity]
-        max_streams = config.scheduler.max_num_seqs + config.scheduler.max_queued_requests + _STREAMS_BESIDES
+        admin_limits = CallLimits(self._limits.connections)
+        self._admin_interceptors = [StatusInterceptor(telemetry, admin_limits, self._load), identity]
         self._max_connections = max_connections(config.max_connections)
-        self._server = new_server(interceptors, max_streams, self._max_connections, self._limits.connections.cut)
+        self._server = self._new_server([StatusInterceptor(telemetry, self._limits, self._load), identity])
         self._admin_listeners: list[AdminListener] = []
         self._add_services(tokenizer, formats, health)
+
+    def _new_server(self, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
+        scheduler = self._config.scheduler
+        max_streams = scheduler.max_num_seqs + scheduler.max_queued_requests + _STREAMS_BESIDES
+        cut, trailing = self._limits.connections.cut, self._load.trailers
+        return new_server(interceptors, max_streams, self._max_connections, cut, trailing)
 
     def _add_services(self, tokenizer: Tokenizer, formats: AnswerFormats, health: Health) -> None:
         config, engine, server = self._config, self._engine, self._server
@@ -158,7 +169,8 @@ class RunningService:
         model_pb2_grpc.add_ModelServiceServicer_to_server(model_service, server)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(tokenizer_service, server)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)  # type: ignore[no-untyped-call]
-        add_reflection((*SERVICES, HEALTH_SERVICE), server)
+        self._load_streams.add_to(server)
+        add_reflection((*SERVICES, HEALTH_SERVICE, orca.SERVICE), server)
 
     def add_admin(self, addresses: Sequence[Address], loop_lag: LoopLag, is_going_down: Callable[[], bool]) -> None:
         """Adds admin listeners, which ``listen`` then opens too."""
@@ -166,7 +178,15 @@ class RunningService:
             self._engine, self._validator, loop_lag, self._recent_stats, is_going_down, self._config.configured
         )
         self._admin_listeners = [
-            AdminListener(address, service, self._health, self._admin_interceptors, self._tls, self._limits.connections)
+            AdminListener(
+                address,
+                service,
+                self._health,
+                self._admin_interceptors,
+                self._config.tls,
+                self._limits.connections,
+                self._load.trailers,
+            )
             for address in addresses
         ]
 
@@ -177,7 +197,7 @@ class RunningService:
         """Opens all listeners; callers' also on ``private`` Unix sockets, which only this user can open. Returns the
         callers' address, and those of the admin listeners. Raises ListenError."""
         try:
-            bound = bind(self._server, address, self._tls)
+            bound = bind(self._server, address, self._config.tls)
             self._bound = address
             self._limits.connections.add_listener(Address.parse(bound), self._max_connections)
             with only_for_this_user():
@@ -193,6 +213,7 @@ class RunningService:
 
     async def stop_listening(self, flush_s: float) -> None:
         """Closes all listeners. Clients have ``flush_s`` to read final messages."""
+        self._load_streams.close()
         self._limits.stop()
         self._recent_stats.stop()
         await self._server.stop(flush_s)

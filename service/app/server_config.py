@@ -71,6 +71,9 @@ class ServerConfig:
     balancers send them elsewhere."""
     grace_s: float = 30.0
     """The time for running requests to finish after the drain delay."""
+    target_ttft_s: float | None = None
+    """The target time to the first token of a short request. Load reports are relative to it; None: they are relative
+    to the limits."""
     heartbeat_s: float = HEARTBEAT_S
     tokenizer_threads: int = 2
     closes_objects: bool = True

@@ -150,7 +150,7 @@ class Access(Enum):
     """The callers that a method is open to."""
 
     OPEN = auto()
-    """Anyone: for probes and reflection."""
+    """Anyone: for probes, reflection and balancers, which have no credentials."""
     CALLERS = auto()
     """Authenticated callers."""
     ADMINS = auto()
@@ -186,6 +186,7 @@ ACCESS: Mapping[str, Access] = {
     "/penstock.v1.TokenizerService/Detokenize": Access.CALLERS,
     "/penstock.v1.TokenizerService/RenderChat": Access.CALLERS,
     "/penstock.v1.TokenizerService/Tokenize": Access.CALLERS,
+    "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics": Access.OPEN,
 }
 """Every served method. Methods that are not listed are denied to all callers."""
 

@@ -267,6 +267,11 @@ class ServeConfig:
         0.0, "target time between a stream's tokens while prompts are computed, in chunks that fit; a high target "
         "favours prompts", metavar="MS", low=0, high=60_000, shown="120, or twice the time of a step without prompts",
     )  # fmt: skip
+    target_ttft: float = flag(
+        0.0, "target time to the first token of a short request, to which load reports relate the predicted one; "
+        "balancers read them", metavar="MS", low=0, high=600_000,
+        shown="none: load reports have the used share of what limits the service",
+    )  # fmt: skip
     max_num_seqs: int = flag(
         256, "limit on the sequences in a step, within its token budget", metavar="N", low=1, high=4096
     )

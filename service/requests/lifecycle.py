@@ -63,8 +63,7 @@ from penstock.service.telemetry.tracing import NO_SPAN, Telemetry
 _log = logging.getLogger(__name__)
 
 ORDER_WAIT_S = 0.02
-"""The longest time for which a prepared request waits for the one sent before it on its stream. After that it may
-overtake a long prompt."""
+"""How long a prepared request waits for the one before it on its stream. After that it may overtake a long prompt."""
 MAX_EARLY_UPDATES = 16
 """The maximum number of updates that wait until a request's prompt is tokenized."""
 
@@ -103,6 +102,8 @@ class RequestLifecycle:
         self.ref = start.ref
         self.status = status_pb2.Status()
         """The request's status, after its end."""
+        self.finished: RequestFinished | None = None
+        """How the request ended; None before its end."""
         self.was_accepted = False
         """Whether it entered the queue."""
         self.supersedes: Replaceable | None = None
@@ -140,12 +141,11 @@ class RequestLifecycle:
         self._refusal: ServiceError | None = None
         """The error that ended the request, unless the engine ended it."""
         self._had_output = False
-        self._done = False
         self._span = NO_SPAN
 
     @property
     def has_ended(self) -> bool:
-        return self._done
+        return self.finished is not None
 
     def begin_request(
         self, start: pb.GenerationStart, after: asyncio.Task[None] | None = None, supersedes: Replaceable | None = None
@@ -178,7 +178,7 @@ class RequestLifecycle:
     def commit(self, after: "asyncio.Task[None] | None" = None) -> bool:
         """Ends the open prompt and starts the preparation; returns False if the prompt is not open. ``after``: see
         ``begin_request``."""
-        if self._open is None or self._done:
+        if self._open is None or self.has_ended:
             return False
         try:
             prompt = self._open.committed()
@@ -221,7 +221,7 @@ class RequestLifecycle:
     def cancel(self, reason: EngineFinishReason = EngineFinishReason.CANCELLED, message: str = "") -> None:
         """Ends the request in any state. Does nothing if it has ended."""
         abort = self._request_context.engine.abort
-        if self._done or (self._request is not None and abort(self.request_id, reason, message)):
+        if self.has_ended or (self._request is not None and abort(self.request_id, reason, message)):
             return
         self._finish(unqueued_end(reason, self._request, self._arrival, message))
         if self.preparation is not None:
@@ -288,7 +288,7 @@ class RequestLifecycle:
 
     def _catch_up(self) -> None:
         """Applies the updates and pauses that arrived during the preparation."""
-        if self._done:
+        if self.has_ended:
             return  # the message that accepts it could not be delivered, which ended it
         self._is_queued = True
         early, self._early = self._early, []
@@ -303,7 +303,7 @@ class RequestLifecycle:
 
     def _on_event(self, event: Event) -> None:
         """Receives the engine's events. Never raises, on which the engine relies."""
-        if self._done:
+        if self.has_ended:
             return
         try:
             if isinstance(event, SequenceDelta):
@@ -332,7 +332,7 @@ class RequestLifecycle:
 
     def _refuse(self, error: BaseException) -> None:
         """Ends the request with the status of an exception."""
-        if self._done:
+        if self.has_ended:
             return
         known = from_exception(error)
         if known is None:
@@ -351,9 +351,9 @@ class RequestLifecycle:
 
     def _finish(self, finished: RequestFinished, status: status_pb2.Status | None = None) -> None:
         """Ends the request. Every end goes through here."""
-        if self._done:
+        if self.has_ended:
             return
-        self._done = True
+        self.finished = finished
         self._close_prompt()
         self._injections.close()
         self.status = status or ending_status(finished.reason, finished.message, self.request_id)

@@ -24,6 +24,7 @@ from penstock.service.requests.lifecycle import RequestContext, RequestLifecycle
 from penstock.service.requests.preparation import Origin
 from penstock.service.rpc.frame_dispatcher import FrameDispatcher
 from penstock.service.rpc.interceptor import current_request_id
+from penstock.service.rpc.load_report import current_cost
 from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
 from penstock.service.streaming.messages import (
     SERVICE_STATES,
@@ -135,6 +136,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         retain_s = start.retain_ms / 1000 if start.HasField("retain_ms") else self._request_context.open_prompts.ttl_s
         retain_s = min(retain_s, self._request_context.conversations.ttl_s)
         finished = await warm_up.run(prepared, warm_up.new_paid_prefix(), retain_s)
+        current_cost.get().add_usage(finished.usage)
         status = ending_status(finished.reason, finished.message, prepared.request_id)
         if status.code:
             raise StatusError(status)
@@ -170,9 +172,12 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     ) -> RequestLifecycle:
         """Creates a request of the current caller and registers it until it ends. ``call`` is its single-request call,
         if any, whose id and deadline it takes."""
+        cost = current_cost.get()
 
         def unregister(live: RequestLifecycle) -> None:
             self._live.discard(live)
+            if live.finished is not None and live.was_accepted:
+                cost.add_usage(live.finished.usage)
             on_end(live)
 
         live = RequestLifecycle(

@@ -1,4 +1,4 @@
-"""The outermost interceptor: gives every call an id, a span, and exactly one status from the catalogue.
+"""The outermost interceptor: gives every call an id, a span, a load report, and exactly one status from the catalogue.
 
 By default grpc.aio ends a call that raises with UNKNOWN and the exception's text, and sends no status if the handler
 raises CancelledError itself. Here both become INTERNAL with the call's id, which finds the details in the log.
@@ -28,6 +28,7 @@ from penstock.service.errors import (
     to_status,
     trailers,
 )
+from penstock.service.rpc.load_report import CallCost, LoadReporter, Trailers, current_cost
 from penstock.service.telemetry.tracing import Telemetry
 from penstock.service.transport.call_end import abort, write
 from penstock.service.transport.call_limits import MAX_OPEN_MESSAGE_BYTES, CallLimits
@@ -51,9 +52,10 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Maps all exceptions of handlers to statuses. Must be the first interceptor in the list."""
 
-    def __init__(self, telemetry: Telemetry, limits: CallLimits) -> None:
+    def __init__(self, telemetry: Telemetry, limits: CallLimits, load: LoadReporter) -> None:
         self._telemetry = telemetry
         self._limits = limits
+        self._load = load
 
     async def intercept_service(
         self,
@@ -62,6 +64,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     ) -> "Handler | None":
         """Returns the method's guarded handler; None for an unknown method, which gRPC itself refuses."""
         current_request_id.set(new_request_id())
+        current_cost.set(CallCost())
         try:
             handler = await continuation(handler_call_details)
         except (Exception, asyncio.CancelledError) as error:
@@ -107,8 +110,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         async def answer(request_iterator: Any, context: Context) -> Any:
             request_id, peer = current_request_id.get(), context.peer()
-            principal = current_principal.get(None)
-            tenant = None if principal is None else principal.tenant
+            tenant = getattr(current_principal.get(None), "tenant", None)
             limits.connections.begin_call(peer, tenant)
             try:
                 with self._telemetry.call(details.method, details.invocation_metadata, request_id):
@@ -116,8 +118,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             except BaseException as error:
                 is_gone = isinstance(error, grpc.aio.InternalError)  # the client
                 self._telemetry.metrics.call(details.method, grpc.StatusCode.CANCELLED if is_gone else code_of(error))
-                await _end(context, error, request_id, limits.answers)
+                await _end(context, error, request_id, limits.answers, self._load.trailers(current_cost.get()))
             else:
+                context.set_trailing_metadata(self._load.trailers(current_cost.get()))
                 self._telemetry.metrics.call(details.method, grpc.StatusCode.OK)
                 return answered
             finally:
@@ -221,8 +224,11 @@ async def _messages(
         yield parsed.pop()
 
 
-async def _end(context: Context, error: BaseException, request_id: str, answers: UnreadAnswers) -> NoReturn:
-    """Ends the call with the status of ``error``; raises the exception that gRPC expects then."""
+async def _end(
+    context: Context, error: BaseException, request_id: str, answers: UnreadAnswers, trailing: Trailers
+) -> NoReturn:
+    """Ends the call with the status of ``error`` and further trailing metadata; raises the exception that gRPC expects
+    then."""
     is_for_the_loop = isinstance(error, grpc.aio.AbortError | KeyboardInterrupt | SystemExit)
     if is_for_the_loop or (isinstance(error, asyncio.CancelledError) and _is_being_cancelled()):
         try:
@@ -236,7 +242,7 @@ async def _end(context: Context, error: BaseException, request_id: str, answers:
     del error  # a known error has released its frames; kept, this frame would be in the next error's traceback
     try:
         async with asyncio.timeout(ABORT_TIMEOUT_S):
-            await abort(context, status_code(status), status.message, trailers(status))
+            await abort(context, status_code(status), status.message, (*trailers(status), *trailing))
     except grpc.aio.InternalError:
         raise asyncio.CancelledError from None
     except TimeoutError:

@@ -21,6 +21,7 @@ from penstock.service.auth.identity import current_principal
 from penstock.service.errors import Reason, ServiceError, StatusError, code_of, ending_status, from_exception
 from penstock.service.requests.preparation import Origin, preparation_limit, unqueued_end
 from penstock.service.rpc.interceptor import current_request_id
+from penstock.service.rpc.load_report import current_cost
 from penstock.service.telemetry.metrics import End
 from penstock.service.telemetry.request_end import report_end
 from penstock.service.telemetry.tracing import NO_SPAN, Telemetry
@@ -177,6 +178,7 @@ class _LiveCall:
         self._count = count
         self._principal = current_principal.get()
         self._request_id = current_request_id.get()
+        self._cost = current_cost.get()
         self._arrival = time.monotonic()
         self._deadline = None if time_left_s is None else self._arrival + time_left_s
         self.tenant = self._principal.tenant
@@ -313,6 +315,8 @@ class _LiveCall:
             is_cancelled = isinstance(failure, asyncio.CancelledError)
             reason = EngineFinishReason.CANCELLED if is_cancelled else EngineFinishReason.INTERNAL
             finished = unqueued_end(reason, self._request, self._arrival)
+        else:
+            self._cost.add_usage(finished.usage)
         end = End(
             request_id=self._request_id,
             client_request_id=self._message.client_request_id,

@@ -4,10 +4,13 @@ The messages of the two have the same fields; grpcio-reflection has only those o
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+from penstock.v1 import orca
 
 _V1ALPHA, _V1 = "grpc.reflection.v1alpha", "grpc.reflection.v1"
 _V1_FILE = "grpc/reflection/v1/reflection.proto"
@@ -17,7 +20,8 @@ _V1_SERVICE = f"{_V1}.ServerReflection"
 def add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:
     """Adds to ``server`` the reflection of ``services``, given by full name, and of reflection itself."""
     _add_v1_descriptor()
-    servicer = reflection.aio.ReflectionServicer((*services, reflection.SERVICE_NAME, _V1_SERVICE))
+    names = (*services, reflection.SERVICE_NAME, _V1_SERVICE)
+    servicer = reflection.aio.ReflectionServicer(names, pool=_ServedDescriptors())
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     handlers = {
         "ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(
@@ -28,6 +32,32 @@ def add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_V1_SERVICE, handlers),))
     server.add_registered_method_handlers(_V1_SERVICE, handlers)
+
+
+class _ServedDescriptors:
+    """The methods of a DescriptorPool that reflection uses: for protobuf's default pool and that of load reports."""
+
+    def FindFileByName(self, name: str) -> Any:
+        return self._first("FindFileByName", name)
+
+    def FindFileContainingSymbol(self, symbol: str) -> Any:
+        return self._first("FindFileContainingSymbol", symbol)
+
+    def FindMessageTypeByName(self, name: str) -> Any:
+        return self._first("FindMessageTypeByName", name)
+
+    def FindExtensionByNumber(self, message: Any, number: int) -> Any:
+        return message.file.pool.FindExtensionByNumber(message, number)
+
+    def FindAllExtensions(self, message: Any) -> Any:
+        return message.file.pool.FindAllExtensions(message)
+
+    def _first(self, method: str, name: str) -> Any:
+        """Returns what the first pool that knows the name finds. Raises KeyError."""
+        try:
+            return getattr(descriptor_pool.Default(), method)(name)
+        except KeyError:
+            return getattr(orca.POOL, method)(name)
 
 
 def _add_v1_descriptor() -> None:

@@ -24,6 +24,12 @@ OTHER_TENANTS = "~other"
 _OTHER_METHODS = "other"
 
 _SUCCESS = {"STOP": "stop", "LENGTH": "length", "CANCELLED": "abort", "SUPERSEDED": "abort", "DEADLINE": "abort"}
+OUR_FAULTS = frozenset(
+    {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
+)
+"""The codes of failures that callers did not cause."""
+_OVERLOAD = frozenset({"QUEUE_FULL", "OVERLOADED", "PREPARATION_FULL"})
+"""The reasons of refusals that another replica may not have."""
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 """vLLM's words for why a request ended; ``error`` stands for every other reason."""
 
@@ -80,6 +86,10 @@ class Metrics:
         self.finished: Counter[str] = Counter(dict.fromkeys(FINISHED_REASONS, 0))
         self.calls: Counter[tuple[str, str]] = Counter()
         """Ended calls by method and the name of the status."""
+        self.num_ended = 0
+        """All requests that ended, including refused ones."""
+        self.num_failed = 0
+        """The requests among them that failed by the service's fault, or because it was overloaded."""
         self.tenants: dict[str, TenantTotals] = {}
         self.recent = RecentLatencies()
         """Latencies of this second. ``recent_stats.py`` puts a new object here each second."""
@@ -103,6 +113,8 @@ class Metrics:
     def ended(self, end: "End") -> None:
         finished, code = end.finished, end.code.name
         self.ends[code, end.reason] += 1
+        self.num_ended += 1
+        self.num_failed += end.code in OUR_FAULTS or end.reason in _OVERLOAD
         usage = finished.usage
         totals = self.tenants.setdefault(self.tenant_label(end.tenant), TenantTotals())
         totals.requests += 1

@@ -16,6 +16,8 @@ from penstock.service.telemetry.histogram import LogHistogram
 from penstock.service.telemetry.metrics import Metrics, RecentLatencies
 
 MAX_SECONDS = 60
+RATE_SECONDS = 10
+"""The period of ``RequestRates``, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,16 @@ class RecentWindow:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestRates:
+    """The requests that ended recently, including refused ones, per second."""
+
+    ended_per_s: float
+    """The rate of one request at least: balancers ignore a rate of 0, which would keep an idle service idle."""
+    failed_per_s: float
+    """The requests that failed by the service's fault, or because it was overloaded."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Second:
     """One second, or longer if the event loop was late. The totals are those at its beginning."""
 
@@ -38,6 +50,8 @@ class _Second:
     finished_requests: int
     prefill_tokens: int
     output_tokens: int
+    ended: int
+    failed: int
     latencies: RecentLatencies
 
 
@@ -84,6 +98,16 @@ class RecentStats:
             inter_token=LogHistogram.sum(second.latencies.inter_token for second in recent),
         )
 
+    def rates(self) -> RequestRates:
+        """Returns the rates over the last ``RATE_SECONDS``, or since the start. Cheap enough to take for each call."""
+        metrics, seconds = self._metrics, self._seconds
+        first = seconds[max(0, len(seconds) - RATE_SECONDS)]
+        passed_s = max(1.0, self._clock() - first.began)
+        return RequestRates(
+            ended_per_s=max(1, metrics.num_ended - first.ended) / passed_s,
+            failed_per_s=(metrics.num_failed - first.failed) / passed_s,
+        )
+
     def _now(self) -> _Second:
         counters, metrics = self._counters(), self._metrics
         return _Second(
@@ -91,5 +115,7 @@ class RecentStats:
             finished_requests=sum(metrics.finished.values()),
             prefill_tokens=counters.prefill_tokens,
             output_tokens=counters.output_tokens,
+            ended=metrics.num_ended,
+            failed=metrics.num_failed,
             latencies=metrics.recent,
         )

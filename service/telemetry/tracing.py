@@ -18,7 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from penstock.scheduler.request import RequestFinished
 from penstock.scheduler.timeline import Timeline
 from penstock.service.errors import code_of
-from penstock.service.telemetry.metrics import Metrics
+from penstock.service.telemetry.metrics import OUR_FAULTS, Metrics
 from penstock.service.telemetry.phases import moments_of, phases_of
 
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -169,11 +169,6 @@ NO_SPAN = RequestSpan(INVALID_SPAN, NoOpTracer(), 0)
 def _end_call(span: Span, code: grpc.StatusCode) -> None:
     number: int = code.value[0]
     span.set_attribute("rpc.grpc.status_code", number)
-    if code in _OUR_FAULTS:
+    if code in OUR_FAULTS:
         span.set_attribute("error.type", code.name)
         span.set_status(Status(StatusCode.ERROR, code.name))
-
-
-_OUR_FAULTS = frozenset(
-    {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
-)

@@ -37,15 +37,17 @@ CALLS_AT_ONCE = 8
 """Number of calls of a method that gRPC may deliver ahead."""
 
 Cut = Callable[[str], None]
+Trailing = Callable[[], Metadata]
 
 
-def refuse_early(server: grpc.aio.Server, cut: Cut, *arguments: Any) -> None:
+def refuse_early(server: grpc.aio.Server, cut: Cut, trailing: Trailing, *arguments: Any) -> None:
     """Makes a new server refuse such calls. ``cut`` takes gRPC's name of a client and closes its connection.
-    ``arguments`` are those of gRPC's own server: the loop, a pool, handlers, interceptors, options and a limit."""
+    ``trailing`` returns trailing metadata for the refusals. ``arguments`` are those of gRPC's own server: the loop, a
+    pool, handlers, interceptors, options and a limit."""
     if not hasattr(cygrpc.AioServer, "_request_registered_call"):
         return  # an older gRPC, which reads paths elsewhere and does not separate known calls from others
     try:
-        server._server = _Core(cut, *arguments)  # type: ignore[attr-defined]  # noqa: SLF001
+        server._server = _Core(cut, trailing, *arguments)  # type: ignore[attr-defined]  # noqa: SLF001
     except TypeError:
         # The failed object will release a reference to gRPC's poller that it never took. This adds one, so that the
         # server keeps its own.
@@ -86,9 +88,10 @@ class _Line:
 class _Core(cygrpc.AioServer):  # type: ignore[misc]
     """The core of a ``grpc.aio`` server. All served methods are registered with it by their paths."""
 
-    def __init__(self, cut: Cut, *arguments: Any) -> None:
+    def __init__(self, cut: Cut, trailing: Trailing, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._cut = cut
+        self._trailing = trailing
         self._refusals: set[asyncio.Task[None]] = set()
         self._lines: dict[bytes, _Line] = {}
         """The lines by method."""
@@ -137,7 +140,7 @@ class _Core(cygrpc.AioServer):  # type: ignore[misc]
         if num_bytes > CUT_METADATA_BYTES:
             self._cut(context.peer())
             return  # the call ends, since nothing refers to it
-        refusal = asyncio.create_task(_abort(context, num_bytes > MAX_METADATA_BYTES))
+        refusal = asyncio.create_task(_abort(context, num_bytes > MAX_METADATA_BYTES, self._trailing()))
         self._refusals.add(refusal)
         refusal.add_done_callback(self._refusals.discard)
 
@@ -149,12 +152,11 @@ def _inspect(state: Any) -> tuple[Any, int]:
     return context, sum([len(name) + len(value) + _HEADER_BYTES for name, value in metadata])
 
 
-async def _abort(context: Any, has_too_much: bool) -> None:
+async def _abort(context: Any, has_too_much: bool, trailing: Metadata) -> None:
     code, message = grpc.StatusCode.UNIMPLEMENTED, "no service here has such a method"
-    trailing: tuple[tuple[str, str | bytes], ...] = ()
     if has_too_much:
         status = to_status(ServiceError(Reason.METADATA_TOO_LARGE), new_request_id())
-        code, message, trailing = status_code(status), status.message, trailers(status)
+        code, message, trailing = status_code(status), status.message, (*trailers(status), *trailing)
     with contextlib.suppress(grpc.aio.BaseError, TimeoutError):  # ``abort`` always raises; the client may be gone
         async with asyncio.timeout(REFUSE_TIMEOUT_S):
             await abort(context, code, message, trailing)

@@ -12,17 +12,22 @@ from penstock.clients.host.log_rate import LogRate
 from penstock.service.auth.tls import ServerTls
 from penstock.service.config.addresses import Address, ListenError
 from penstock.service.transport.call_limits import MAX_MESSAGE_BYTES
-from penstock.service.transport.early_refusals import MAX_METADATA_BYTES, Cut, refuse_early
+from penstock.service.transport.early_refusals import MAX_METADATA_BYTES, Cut, Trailing, refuse_early
 
 _IDLE_CONNECTION_MS = 600_000
 """Connections without a call are closed after this time; clients reconnect automatically."""
 
 
 def new_server(
-    interceptors: Sequence[grpc.aio.ServerInterceptor], max_streams: int, max_connections: int, cut: Cut
+    interceptors: Sequence[grpc.aio.ServerInterceptor],
+    max_streams: int,
+    max_connections: int,
+    cut: Cut,
+    trailing: Trailing = tuple,
 ) -> grpc.aio.Server:
     """Returns a server that is not bound yet. ``max_streams``: limit on concurrent calls on a connection; further calls
-    wait in the client. ``max_connections``: limit of each listener. ``cut`` closes a client's connection."""
+    wait in the client. ``max_connections``: limit of each listener. ``cut`` closes a client's connection. ``trailing``
+    returns trailing metadata for calls that no interceptor sees, such as those of unknown methods."""
     options = [
         # Without these, a client that pings an idle stream every 10 s, a common setting, is disconnected after 40 s.
         ("grpc.keepalive_permit_without_calls", 1),
@@ -53,7 +58,7 @@ def new_server(
     logger.addFilter(_without_arguments)
     logger.addFilter(_log_rate)
     server = grpc.aio.server(interceptors=interceptors, options=options)
-    refuse_early(server, cut, asyncio.get_running_loop(), None, (), interceptors, tuple(options), None)
+    refuse_early(server, cut, trailing, asyncio.get_running_loop(), None, (), interceptors, tuple(options), None)
     return server
 
 

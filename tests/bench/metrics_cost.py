@@ -1,4 +1,4 @@
-"""What metrics cost the service: a delta, a request's end, a scrape, and the same delta by two libraries."""
+"""What metrics cost the service: a delta, a request's end, a scrape, a load report, and a delta by two libraries."""
 
 import asyncio
 import time
@@ -14,11 +14,13 @@ from prometheus_client.exposition import generate_latest
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.request import EngineFinishReason, RequestFinished, RequestTimings, TokenUsage
 from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.rpc.load_report import MAX_AGE_S, CallCost, LoadReporter
 from penstock.service.telemetry.buckets import OUTPUT_TOKEN_BOUNDS
 from penstock.service.telemetry.collector import MetricsReader
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.metrics import MAX_TENANTS, End, Metrics
 from penstock.service.telemetry.prometheus import to_families
+from penstock.service.telemetry.recent_stats import RecentStats
 
 DELTAS_PER_S = 6400
 """64 streams, 100 steps a second."""
@@ -91,6 +93,16 @@ async def main() -> None:
     size = len(generate_latest(page))  # type: ignore[arg-type]
     print(f"a scrape with {MAX_TENANTS} tenants: {read_us / 1000:.2f} ms of the event loop, ", end="")
     print(f"{render_us / 1000:.1f} ms of a thread, {size / 1024:.0f} KiB")
+    cost = CallCost()
+    cost.add_usage(TokenUsage(300, 16, 80))
+    recent = RecentStats(lambda: engine.counters, metrics)
+    reporter = LoadReporter(engine, recent)
+    call_us = microseconds(reporter.trailers, 20_000)
+    request_us = microseconds(lambda: reporter.trailers(cost), 20_000)
+    load_us = microseconds(lambda: LoadReporter(engine, recent).report(), 2_000)
+    print(f"a load report in a call's trailers: {call_us:.1f} us; with the cost of a request {request_us:.1f} us")
+    share = load_us / MAX_AGE_S / 1e4
+    print(f"  computed at most every {MAX_AGE_S * 1000:.0f} ms, in {load_us:.0f} us: {share:.2f} % of a core")
     await engine.stop()
 
 

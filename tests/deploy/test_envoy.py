@@ -1,95 +1,23 @@
 """Envoy's configuration: a real Envoy accepts it, and treats streams, replicas and refusals as docs/docker.md says."""
 
 import asyncio
-import json
 import subprocess
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import waiting
-import yaml
 from fake_service import NOT_SERVING, FakeService
 from monitoring.prometheus_server import until
+from proxies.envoy import CONFIG, running_envoy
 from serve_process import serving, target_of
-from wire.http_get import fetch
 
 from penstock.clients import AsyncClient, Delta, PenstockError
 from penstock.clients.chat_messages import ChatMessage
 
-CONFIG = Path(__file__).parents[2] / "deploy/envoy/envoy.yaml"
 Find = Callable[[str], str]
-
-
-class Envoy:
-    """A running Envoy, by the addresses that it listens on."""
-
-    def __init__(self, admin: str) -> None:
-        self.admin = admin
-        (listener,) = self.ask("listeners")["listener_statuses"]
-        self.target = _text(listener["local_address"])
-
-    def ask(self, path: str) -> Any:
-        """Returns a page of the administration."""
-        return json.loads(fetch(self.admin, path=f"/{path}?format=json"))
-
-    def healthy(self) -> set[str]:
-        """The replicas that get calls."""
-        (cluster,) = self.ask("clusters")["cluster_statuses"]
-        hosts = cluster.get("host_statuses", [])
-        return {_text(host["address"]) for host in hosts if host["health_status"] == {"eds_health_status": "HEALTHY"}}
-
-
-def _text(address: dict[str, Any]) -> str:
-    return f"{address['socket_address']['address']}:{address['socket_address']['port_value']}"
-
-
-def _address(target: str) -> dict[str, Any]:
-    host, _, port = target.rpartition(":")
-    return {"socket_address": {"address": host, "port_value": int(port)}}
-
-
-@asynccontextmanager
-async def running_envoy(program: str, folder: Path, *replicas: str) -> AsyncIterator[Envoy]:
-    """Runs Envoy on free ports in front of these services, when it has checked the health of each."""
-    config = yaml.safe_load(CONFIG.read_text())
-    config["admin"]["address"] = _address("127.0.0.1:0")
-    (listener,) = config["static_resources"]["listeners"]
-    listener["address"] = _address("127.0.0.1:0")
-    (cluster,) = config["static_resources"]["clusters"]
-    (endpoints,) = cluster["load_assignment"]["endpoints"]
-    endpoints["lb_endpoints"] = [{"endpoint": {"address": _address(replica)}} for replica in replicas]
-    (folder / "envoy.yaml").write_text(yaml.safe_dump(config))
-    admin, log = folder / "admin", folder / "log"
-    options = (
-        "--disable-hot-restart",
-        "--concurrency",
-        "1",
-        "--log-path",
-        str(log),
-        "--admin-address-path",
-        str(admin),
-    )
-    process = await asyncio.create_subprocess_exec(
-        program, "--config-path", str(folder / "envoy.yaml"), *options, stderr=subprocess.DEVNULL
-    )
-
-    async def is_live() -> str:
-        """Returns the address of the administration. Envoy is live when it has checked every replica once."""
-        assert process.returncode is None, log.read_text()
-        address = admin.read_text() if admin.exists() else ""
-        state = await asyncio.to_thread(fetch, address, path="/server_info") if address else ""
-        return address if '"state": "LIVE"' in state else ""
-
-    try:
-        yield await asyncio.to_thread(Envoy, await until(is_live))
-    finally:
-        if process.returncode is None:
-            process.terminate()
-        await process.wait()
 
 
 @pytest.fixture

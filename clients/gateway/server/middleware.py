@@ -1,5 +1,5 @@
-"""The outermost layer: an id for every response, limits on bodies and connections, and a handler for every internal
-error."""
+"""The outermost layer: an id and the load for responses, limits on bodies and connections, and a handler for every
+internal error."""
 
 import logging
 import secrets
@@ -15,7 +15,8 @@ from penstock.clients.gateway.errors import GatewayError, ResponseCut, as_gatewa
 from penstock.clients.gateway.paths import as_routed
 from penstock.clients.gateway.schemas.unsupported import shown
 from penstock.clients.gateway.tracing import GatewayTracer
-from penstock.clients.gateway.traffic import HELD_UNTIL_END, GatewayMetrics, RequestRecord
+from penstock.clients.gateway.traffic import CALLER, HELD_UNTIL_END, GatewayMetrics, RequestRecord
+from penstock.clients.gateway.upstream.load_reports import FORMAT_HEADER
 from penstock.clients.host.allowed_hosts import AllowedHosts
 from penstock.clients.host.error_frames import release_frames
 from penstock.clients.host.log_rate import LOG_KIND
@@ -72,6 +73,7 @@ class OuterMiddleware:
         has_begun = False
         is_refused = self._gateway_metrics.is_full and scope["path"] not in _PROBES
         num_bytes = 0
+        wanted_load = Headers(scope=scope).get(FORMAT_HEADER, "")
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_begun
@@ -79,6 +81,9 @@ class OuterMiddleware:
                 has_begun = True
                 record.status = message["status"]
                 headers = MutableHeaders(scope=message)
+                if wanted_load and (caller := scope.get("state", {}).get(CALLER)) is not None:
+                    named = await caller.load_header(wanted_load)
+                    headers.update({} if named is None else dict([named]))
                 record.request_id = headers.setdefault("x-request-id", f"gw-{secrets.token_hex(12)}")
             await send(message)
 

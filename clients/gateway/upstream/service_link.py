@@ -25,6 +25,7 @@ from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.tracing import trace_metadata
 from penstock.clients.gateway.upstream.body_budget import BodyInMemory
 from penstock.clients.gateway.upstream.caller_headers import bearer_key, named_tenant
+from penstock.clients.gateway.upstream.load_reports import LoadReports, load_header
 from penstock.clients.gateway.upstream.places import Identity, Metadata, PlaceName, SharedStream
 from penstock.clients.gateway.upstream.refusal_rates import RefusalRates
 from penstock.clients.gateway.upstream.service_state import ServiceState
@@ -123,6 +124,12 @@ class UpstreamCaller:
             cancel()
             receiver.fail(copy.copy(failure))
 
+    async def load_header(self, wanted: str) -> tuple[str, str] | None:
+        """Returns the header with the service's load in the format ``wanted``; None if there is no such format or
+        report."""
+        report = await self._link.load_reports.get()
+        return None if report is None else load_header(report, wanted)
+
     def keep_of_body(self, num_bytes: int) -> None:
         """Counts only ``num_bytes`` of the request's body from now on: the part that the answer still needs."""
         if self.body is not None:
@@ -168,6 +175,7 @@ class ServiceLink:
         # The channel is created here, since it belongs to the running loop.
         self._channel = open_channel(self.settings.service.target, self.settings.service.tls)
         self.stubs = _Stubs(self._channel)
+        self.load_reports = LoadReports(self._channel)
         self._state = ServiceState(self._channel, self.settings, lambda: service_needs_key(self))
         self._sweeper = asyncio.create_task(self._sweep(), name="penstock-gateway-sweeper")
         return self

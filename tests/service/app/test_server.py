@@ -21,7 +21,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.app import server as server_module
 from penstock.service.app.running_service import SERVICES
-from penstock.v1 import generation_pb2_grpc
+from penstock.v1 import generation_pb2_grpc, orca
 
 Status = health_pb2.HealthCheckResponse
 ENDLESS = 4000
@@ -60,7 +60,7 @@ class TestItself:
         await call.write(request(list_services=""))
         names = {found.name for found in (await call.read()).list_services_response.service}
         reflections = {f"grpc.reflection.{version}.ServerReflection" for version in ("v1", "v1alpha")}
-        assert names == {*SERVICES, "grpc.health.v1.Health", *reflections}
+        assert names == {*SERVICES, "grpc.health.v1.Health", orca.SERVICE, *reflections}
         for name in names:
             await call.write(request(file_containing_symbol=name))
             found = (await call.read()).file_descriptor_response.file_descriptor_proto

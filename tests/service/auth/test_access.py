@@ -24,6 +24,7 @@ from penstock.service.auth.identity import ACCESS, Access
 from penstock.service.auth.operator_files import OperatorFiles
 from penstock.service.config.serve_config import ServeConfig
 from penstock.service.requests.generate import RequestBuilder
+from penstock.v1 import orca
 
 KEYS = {"acme": "a" * 40, "zenith": "z" * 40, "operators": "o" * 40}
 RIGHTS = {"operators": " admin"}
@@ -32,10 +33,10 @@ MALFORMED = b"\xff\xff\xff"
 
 
 def described_methods():
-    """Every method of the contract, of health and of reflection, by its path."""
+    """Every method of the contract, of health, of reflection and of load reports, by its path."""
     names = [module.name for module in pkgutil.iter_modules(penstock.v1.__path__) if module.name.endswith("_pb2")]
     files = [importlib.import_module(f"penstock.v1.{name}").DESCRIPTOR for name in names]
-    files += [health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR]
+    files += [health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR, orca.POOL.FindFileContainingSymbol(orca.SERVICE)]
     return {
         f"/{service.full_name}/{method.name}": method
         for file in files
@@ -87,7 +88,8 @@ async def service(start_service, files):
 def channels_of(service, path):
     if path.startswith("/penstock.v1.AdminService/"):
         return [service.admin_channel]
-    return [service.channel] if path.startswith("/penstock.v1.") else [service.channel, service.admin_channel]
+    of_callers = path.startswith(("/penstock.v1.", "/xds."))
+    return [service.channel] if of_callers else [service.channel, service.admin_channel]
 
 
 async def code_of(channel, path, metadata, body=b""):
