@@ -17,6 +17,7 @@ from enum import Enum, auto
 
 import msgspec
 
+from penstock.kv.events import BlockOrigin
 from penstock.scheduler.plan import Decode, PromptLogprobsPart, SamplingParams
 from penstock.scheduler.planning.output_buffer import OutputBuffer
 from penstock.scheduler.planning.tenants import TenantUse
@@ -61,6 +62,7 @@ class RequestState:
         self.number = number
         """The arrival number."""
         self.tenant = tenant
+        self.origin = BlockOrigin(request.tenant, request.session_id)
         self.timeline = timeline
         self.held = False
         """If true, its output is not read, so it is in no plan."""

@@ -4,6 +4,7 @@ signals nor the order of a shutdown."""
 import asyncio
 import os
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
@@ -18,6 +19,7 @@ from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.identity import IdentityInterceptor
 from penstock.service.config.addresses import Address
 from penstock.service.config.field_rules import ModelLimits
+from penstock.service.config.kv_events import KvEventsConfig
 from penstock.service.config.limits import Validator
 from penstock.service.requests.answer_formats import AnswerFormats
 from penstock.service.requests.contexts import ContextStore
@@ -59,6 +61,9 @@ from penstock.v1 import (
     tokenizer_pb2,
     tokenizer_pb2_grpc,
 )
+
+if TYPE_CHECKING:  # its library is an extra
+    from penstock.service.kv_publisher.publisher import KvEventPublisher
 
 _STREAMS_BESIDES = 64
 """Streams on a connection besides those for requests: probes, multiplexed streams, tokenizing."""
@@ -171,6 +176,15 @@ class RunningService:
             AdminListener(address, service, self._health, self._admin_interceptors, self._tls, self._limits.connections)
             for address in addresses
         ]
+
+    def publish_kv_events(self, config: KvEventsConfig) -> "KvEventPublisher":
+        """Publishes the prefix cache's changes, until the result is closed. Raises ListenError."""
+        from penstock.service.kv_publisher.publisher import KvEventPublisher
+
+        publisher = KvEventPublisher(config, self._engine.kv_events)
+        history = publisher.history
+        self._metrics.read_kv_batches = lambda: (history.num_batches, history.num_dropped)
+        return publisher
 
     def metrics_reader(self, loop_lag: LoopLag) -> MetricsReader:
         return MetricsReader(self._engine, self._facts, self._metrics, loop_lag, self._config.model_name)

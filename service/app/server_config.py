@@ -11,6 +11,7 @@ from penstock.scheduler.plan import SpeculationConfig
 from penstock.service.auth.identity import AllowAll, Authenticator
 from penstock.service.auth.tenant_limits import TenantLimitsFile
 from penstock.service.auth.tls import ServerTls
+from penstock.service.config.kv_events import KvEventsConfig
 from penstock.service.config.limits import MAX_CONNECTIONS
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.parsers.registry import AUTO
@@ -75,6 +76,8 @@ class ServerConfig:
     """Whether objects have only the properties that their schema declares, unless it has a rule for others."""
     checks_grammars_soon: bool = False
     """Whether the process that checks grammars starts with the service, instead of with the first grammar."""
+    kv_events: KvEventsConfig | None = None
+    """How the prefix cache's changes are published by ZeroMQ; None: not at all."""
     stats_interval_s: float = INTERVAL_S
     """The interval between log lines with the engine's statistics."""
 

@@ -4,8 +4,13 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING
 
+from penstock.clients.gateway.origins import read_origins
+from penstock.clients.host.allowed_hosts import read_hosts
 from penstock.service.config.addresses import Address
 from penstock.service.config.flags import ConfigError
+from penstock.service.config.kv_events import parse_kv_events
+from penstock.service.config.sampling_defaults import check_override
+from penstock.service.config.speculative import parse_speculation
 
 if TYPE_CHECKING:
     from penstock.service.config.serve_config import ServeConfig
@@ -59,6 +64,26 @@ def read_score_tokens(text: str) -> tuple[str, str]:
     if not no or not yes or no == yes:
         raise ConfigError(f"--score-tokens: must be two different tokens, such as no,yes; it is {text!r}")
     return no, yes
+
+
+def check_texts(config: "ServeConfig") -> None:
+    """Raises ConfigError for flags whose text has a form of its own."""
+    for name, text, read in (
+        ("origins", config.allowed_origins, read_origins),
+        ("hosts", config.allowed_hosts, read_hosts),
+    ):
+        try:
+            read(text or "")
+        except ValueError as error:
+            raise ConfigError(f"--allowed-{name}: {error}") from None
+    if config.speculative_config is not None:
+        parse_speculation(config.speculative_config)
+    if config.score_tokens is not None:
+        read_score_tokens(config.score_tokens)
+    if config.override_generation_config is not None:
+        check_override(config.override_generation_config)
+    if config.kv_events_config is not None:
+        parse_kv_events(config.kv_events_config)
 
 
 def check_identity(config: "ServeConfig") -> None:

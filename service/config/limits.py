@@ -160,6 +160,9 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "idempotency_key": _CLIENT_ID,
         "retain_mode": Known(frozenset({0, 1})),
         "model": _MODEL,
+        "ttft_slo_ms": Number(1, MAX_TIMEOUT_MS),
+        "tpot_slo_ms": Number(1, 60_000),
+        "session_id": _CLIENT_ID,
     },
     "Constraint": {
         "json_schema": Text(1, MAX_GRAMMAR_BYTES),
