@@ -1,6 +1,7 @@
 """Orders requests by rank, the lowest first; the highest is preempted first. It does not know blocks.
 
-A rank does not change while its request lives. Under ``fair``, the tenants' turns come before the rank, and change in
+Within a priority, targets for the first token count before arrival. A rank does not change while its request lives.
+Under ``fair``, the tenants' turns come before the rank, and change in
 every step with what each tenant was served.
 """
 
@@ -8,11 +9,12 @@ from enum import Enum
 
 from penstock.scheduler.request import Request
 
-Rank = tuple[float, int, int]
-"""A unique sort key: (the policy's value, arrival number, sequence)."""
+Rank = tuple[float, float, int, int]
+"""A unique sort key: (the policy's value, when the first token is due, arrival number, sequence)."""
 
 PATIENCE_S = 60.0
-"""Under ``deadline``, a request without a deadline is ranked as if it had one this long after its arrival."""
+"""A request without a target for its first token is ranked as if it had one this long after its arrival, and under
+``deadline`` one without a deadline as if it had that, so that it does not starve."""
 
 
 class Policy(Enum):
@@ -31,10 +33,13 @@ class Policy(Enum):
 def rank_of(policy: Policy, request: Request, predicted_s: float, arrival_number: int, choice: int) -> Rank:
     """Returns the rank of one sequence of a request with arrival number ``arrival_number``, which would take
     ``predicted_s`` if it ran at once."""
+    target = request.first_token_target
+    due = request.arrival + PATIENCE_S if target is None else target
     value = 0.0
     if policy is Policy.PRIORITY:
         value = request.priority
     elif policy is Policy.DEADLINE:
         # All slacks shrink equally with time, so the latest time to begin gives the same order, and stays constant.
         value = (request.arrival + PATIENCE_S if request.deadline is None else request.deadline) - predicted_s
-    return (value, arrival_number, choice)
+        value = value if target is None else min(value, target)
+    return (value, due, arrival_number, choice)

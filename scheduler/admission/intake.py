@@ -109,8 +109,7 @@ class RequestIntake:
         work = self._work_left(request, found, rank) if request.reads_cache else cached_work
         would_make_room = self._planner.would_make_room(request.tenant, rank)
         prediction = self._predictor.predict(request, work, rank, would_make_room)
-        # With no other request, trying again later cannot help, and nothing would be learned.
-        self._admit(request, cached_work, None if is_first or self._predictor.needs_test else prediction)
+        self._admit(request, cached_work, None if self._predictor.needs_test else prediction, is_first=is_first)
         num_cached = sum(prompt.num_cached + prompt.num_evicted for prompt in found) * self._kv.block_size
         return AdmissionDecision(rank, num_cached, work, position, prediction)
 
@@ -146,10 +145,13 @@ class RequestIntake:
             left.append(prompt._replace(num_coming=num_coming))
         return _work(request, left, self._kv.block_size)
 
-    def _admit(self, request: Request, cached_work: QueuedWork, prediction: Prediction | None) -> None:
+    def _admit(
+        self, request: Request, cached_work: QueuedWork, prediction: Prediction | None, *, is_first: bool
+    ) -> None:
         try:
             self.grammar_budget.check(request)
-            self.admission.check(request, prediction, self._predictor.alone_s(request, cached_work))
+            alone_s = self._predictor.alone_s(request, cached_work)
+            self.admission.check(request, prediction, alone_s, is_first=is_first)
         except Refused:
             self._context.counters.refused += 1
             raise

@@ -90,7 +90,7 @@ class Scheduler:
         self._num_arrived += 1
         self.requests[request.request_id] = live
         for index in range(request.num_prompts):
-            self._planner.enter(self._new_sequence(live, index, (*entry.rank[:2], index), pinned=[]))
+            self._planner.enter(self._new_sequence(live, index, (*entry.rank[:3], index), pinned=[]))
         ttft_s = None
         if entry.prediction is not None:
             ttft_s, live.expected_s = entry.prediction.ttft_s, entry.prediction.total_s
@@ -328,7 +328,7 @@ class Scheduler:
         for live in self.requests.values():
             rank = self._intake.rank(live.request, live.number, 0, live.work)
             for sequence in live.sequences:
-                sequence.rank = (rank[0], rank[1], sequence.index)
+                sequence.rank = (*rank[:3], sequence.index)
         self._planner.reconfigure()
         self.predictor.reconfigure()
 

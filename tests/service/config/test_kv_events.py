@@ -2,6 +2,7 @@
 
 import json
 import socket
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from penstock.service.config.flags import ConfigError
 from penstock.service.config.kv_events import KvEventsConfig
 from penstock.service.config.serve_config import ServeConfig
 
-ALL = {
+ALL: dict[str, Any] = {
     "enable_kv_cache_events": True,
     "publisher": "zmq",
     "endpoint": "tcp://*:7557",

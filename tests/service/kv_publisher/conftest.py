@@ -56,10 +56,10 @@ class Index:
     service's hashes: the key of the block before, the tokens, and what else is in the hash."""
 
     def __init__(self):
-        self.blocks = {"GPU": {}, "CPU": {}}
+        self.blocks: dict[str | None, dict[Any, Any]] = {"GPU": {}, "CPU": {}}
         self.sessions = set()
         self.num_cleared = 0
-        self._keys = {None: None}
+        self._keys: dict[Any, Any] = {None: None}
         self._decoder = msgspec.msgpack.Decoder(Batch)
 
     def apply(self, payload):

@@ -26,6 +26,7 @@ class Cache:
         prefix = self.kv.find_prefix(hashes, len(token_ids) + 1)
         restored = self.kv.find_evicted(hashes, len(prefix), len(token_ids) + 1)
         table = self.kv.allocate(prefix, len(token_ids), 0, restored)
+        assert table is not None
         self.kv.publish(table, hashes, len(prefix) + len(restored), len(hashes), token_ids, origin)
         self.kv.take_copies()
         self.kv.pool.release(table)
@@ -79,7 +80,7 @@ def test_the_index_is_the_cache_after_any_changes(new_cache, numbers_of, seed):
 def test_consecutive_blocks_are_one_event(new_cache):
     cache = new_cache(8)
     cache.compute(list(range(16)), BlockOrigin("acme"))
-    events = []
+    events: list[bytes] = []
     cache.index.apply = events.append
     cache.report()
     assert len(events) == 1

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import logging
 import urllib.request
+from typing import Any
 
 import pytest
 import zmq
@@ -49,7 +50,7 @@ async def test_a_subscriber_rebuilds_the_index_through_a_gap_by_replay(start_ser
 
 
 async def test_a_router_that_comes_late_gets_everything_by_replay(start_service, subscribe, tmp_path):
-    endpoints = {name: f"ipc://{tmp_path}/{name}" for name in ("endpoint", "replay_endpoint")}
+    endpoints: dict[str, Any] = {name: f"ipc://{tmp_path}/{name}" for name in ("endpoint", "replay_endpoint")}
     config = KvEventsConfig(enable_kv_cache_events=True, topic="kv@pod@bytes", **endpoints)
     service = await start_service(kv_events=config)
     assert service.server.kv_events.endpoint == endpoints["endpoint"]
