@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from penstock.clients.host.allowed_hosts import read_hosts
 from penstock.clients.host.distribution import install_command
 from penstock.clients.host.machine import Machine, inspect_machine
+from penstock.clients.host.routing_headers import read_objectives
 from penstock.models.checkpoint.checkpoint import check_checkpoint, resolve_model
 from penstock.models.checkpoint.gguf.tokenizer import write_tokenizer
 from penstock.models.checkpoint.pooling_config import read_embedding
@@ -133,6 +134,7 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         grace_s=config.shutdown_grace,
         closes_objects=not config.allow_additional_properties,
         checks_grammars_soon=True,
+        objectives={} if config.objectives is None else read_objectives(config.objectives),
         kv_events=config.kv_events,
     )
     worker = replace(_worker_config(config, path, tokenizer, facts, machine), speculation=speculation)
@@ -264,6 +266,7 @@ def http_options(config: ServeConfig) -> Sequence[str]:
         allowed_hosts=config.allowed_hosts,
         unknown_fields=config.unknown_fields,
         sse_keep_alive=config.sse_keep_alive,
+        objectives=config.objectives,
         # The gateway's responses end with the service's requests; its own grace period must not end them earlier.
         shutdown_grace=math.ceil(config.shutdown_grace) + _HTTP_GRACE_S,
     )

@@ -26,10 +26,10 @@ from penstock.service.requests.contexts import ContextStore
 from penstock.service.requests.generate import RequestBuilder
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.requests.idempotency import IdempotencyKeys
-from penstock.service.requests.lifecycle import RequestContext
 from penstock.service.requests.open_prompt import OpenPromptConfig
 from penstock.service.requests.pooled.embed import EmbedRequestBuilder
 from penstock.service.requests.pooled.inputs import PooledInputs
+from penstock.service.requests.preparation import RequestContext
 from penstock.service.requests.warm_up import PrefixWarmer
 from penstock.service.rpc.classification import ClassificationService
 from penstock.service.rpc.embedding import EmbeddingService
@@ -39,6 +39,7 @@ from penstock.service.rpc.interceptor import StatusInterceptor
 from penstock.service.rpc.model import ModelService
 from penstock.service.rpc.pooled_calls import PooledCalls
 from penstock.service.rpc.reflection import add_reflection
+from penstock.service.rpc.routing_metadata import RoutingMetadata
 from penstock.service.rpc.tokenizer import TokenizerService
 from penstock.service.telemetry.collector import MetricsReader
 from penstock.service.telemetry.event_loop_lag import LoopLag
@@ -126,8 +127,9 @@ class RunningService:
         warm_up = PrefixWarmer(engine, request_builder, conversations)
         prompts = OpenPromptConfig(warm_up, config.open_prompt_ttl_s, facts.max_model_len - 1)
         request_context = RequestContext(engine, request_builder, telemetry, conversations, prompts, IdempotencyKeys())
-        self.generation = GenerationService(request_context, validator, config.heartbeat_s)
-        self.pooled_calls = PooledCalls(engine, telemetry)
+        metadata = RoutingMetadata(config.objectives)
+        self.generation = GenerationService(request_context, validator, config.heartbeat_s, metadata)
+        self.pooled_calls = PooledCalls(engine, telemetry, metadata)
         self._limits = CallLimits()
         identity = IdentityInterceptor(config.authenticator)
         interceptors = [StatusInterceptor(telemetry, self._limits), identity]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.clients.host.reloaded_files import CHECK_INTERVAL_S, Watched, WatchedFiles
+from penstock.clients.host.routing_headers import Objectives
 from penstock.models.checkpoint.classification_head import ClassificationHead
 from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.config import SchedulerConfig
@@ -76,6 +77,8 @@ class ServerConfig:
     """Whether objects have only the properties that their schema declares, unless it has a rule for others."""
     checks_grammars_soon: bool = False
     """Whether the process that checks grammars starts with the service, instead of with the first grammar."""
+    objectives: Objectives = field(default_factory=dict)
+    """The priorities of requests by the objectives that gateways name."""
     kv_events: KvEventsConfig | None = None
     """How the prefix cache's changes are published by ZeroMQ; None: not at all."""
     stats_interval_s: float = INTERVAL_S

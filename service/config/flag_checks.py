@@ -2,10 +2,12 @@
 
 import ipaddress
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from penstock.clients.gateway.origins import read_origins
 from penstock.clients.host.allowed_hosts import read_hosts
+from penstock.clients.host.routing_headers import read_objectives
 from penstock.service.config.addresses import Address
 from penstock.service.config.flags import ConfigError
 from penstock.service.config.kv_events import parse_kv_events
@@ -68,14 +70,17 @@ def read_score_tokens(text: str) -> tuple[str, str]:
 
 def check_texts(config: "ServeConfig") -> None:
     """Raises ConfigError for flags whose text has a form of its own."""
-    for name, text, read in (
-        ("origins", config.allowed_origins, read_origins),
-        ("hosts", config.allowed_hosts, read_hosts),
-    ):
+    texts: tuple[tuple[str, str | None, Callable[[str], object]], ...] = (
+        ("--allowed-origins", config.allowed_origins, read_origins),
+        ("--allowed-hosts", config.allowed_hosts, read_hosts),
+        ("--objectives", config.objectives, read_objectives),
+    )
+    for flag_name, text, read in texts:
         try:
-            read(text or "")
+            if text is not None:
+                read(text)
         except ValueError as error:
-            raise ConfigError(f"--allowed-{name}: {error}") from None
+            raise ConfigError(f"{flag_name}: {error}") from None
     if config.speculative_config is not None:
         parse_speculation(config.speculative_config)
     if config.score_tokens is not None:

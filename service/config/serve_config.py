@@ -266,6 +266,11 @@ class ServeConfig:
         choices=["fcfs", "priority", "deadline", "fair"], group="scheduling",
         shown="fair with API keys, tokens or --tenants-file, else fcfs",
     )  # fmt: skip
+    objectives: str | None = flag(
+        None, "priorities of the objectives that a gateway names in x-llm-d-inference-objective, lower first, such as "
+        '{"interactive": -10, "batch": 10}; they count under the priority policy', metavar="JSON", shown="none",
+        is_json=True,
+    )  # fmt: skip
     target_itl: float = flag(
         0.0, "target time between a stream's tokens while prompts are computed, in chunks that fit; a high target "
         "favours prompts", metavar="MS", low=0, high=60_000, shown="120, or twice the time of a step without prompts",

@@ -8,14 +8,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import grpc
 from google.rpc import status_pb2
 
 import penstock.v1 as pb
 from penstock.clients.host.error_frames import release_frames
-from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.request import (
     Change,
@@ -40,18 +39,17 @@ from penstock.service.errors import (
     status_code,
     to_status,
 )
-from penstock.service.requests.contexts import ContextStore, StoredContext
-from penstock.service.requests.generate import Origin, PreparedRequest, RequestBuilder, ResponseMode, output_form
-from penstock.service.requests.idempotency import IdempotencyKeys
+from penstock.service.requests.contexts import StoredContext
+from penstock.service.requests.generate import Origin, PreparedRequest, ResponseMode, output_form
 from penstock.service.requests.injection import Injections, Refuse
-from penstock.service.requests.open_prompt import OpenPrompt, OpenPromptConfig
-from penstock.service.requests.preparation import preparation_limit, requested_change, unqueued_end
+from penstock.service.requests.open_prompt import OpenPrompt
+from penstock.service.requests.preparation import RequestContext, preparation_limit, requested_change, unqueued_end
 from penstock.service.streaming.messages import accepted_message, finished_message, injected_message
 from penstock.service.streaming.outbox import RequestReceiver
 from penstock.service.streaming.parsed_output import ParsingReceiver
 from penstock.service.telemetry.metrics import End
 from penstock.service.telemetry.request_end import report_end
-from penstock.service.telemetry.tracing import NO_SPAN, Telemetry
+from penstock.service.telemetry.tracing import NO_SPAN
 
 _log = logging.getLogger(__name__)
 
@@ -60,18 +58,6 @@ ORDER_WAIT_S = 0.02
 overtake a long prompt."""
 MAX_EARLY_UPDATES = 16
 """The maximum number of updates that wait until a request's prompt is tokenized."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestContext:
-    """The parts of the service that every request needs."""
-
-    engine: Engine
-    request_builder: RequestBuilder
-    telemetry: Telemetry
-    conversations: ContextStore
-    open_prompts: OpenPromptConfig
-    idempotency_keys: IdempotencyKeys
 
 
 class RequestLifecycle:
@@ -103,6 +89,7 @@ class RequestLifecycle:
         self._request_context = request_context
         self._client_request_id = start.client_request_id
         self._continues = start.continue_from
+        self._session_id = start.session_id
         self._principal = principal
         self._tenant = principal.tenant
         self._receiver = receiver
@@ -149,8 +136,11 @@ class RequestLifecycle:
             if self._idempotency_key:
                 self._request_context.idempotency_keys.begin(self._tenant, self._idempotency_key, self.request_id)
             self._span = self._request_context.telemetry.request(
-                self.request_id, self._tenant, self._operation, start.traceparent
+                self.request_id, self._tenant, self._operation, start.traceparent, start.session_id
             )
+            if self._session_id:
+                returns = self._request_context.conversations.return_times
+                returns.began(self._tenant, self._session_id, counts_for_tenant=not self._continues)
             if start.open:
                 self._open = OpenPrompt(self._request_context.open_prompts, start, self._tenant, self._expire)
                 self._open.begin_warm_ups(self.request_id)
@@ -378,7 +368,10 @@ class RequestLifecycle:
 
     def _keep(self, context: Context) -> bool:
         assert self._request is not None
-        return self._request_context.conversations.keep(
+        conversations = self._request_context.conversations
+        if self._session_id:
+            conversations.return_times.ended(self._tenant, self._session_id)
+        return conversations.keep(
             self.request_id,
             self._tenant,
             context,
@@ -390,6 +383,7 @@ class RequestLifecycle:
         end = End(
             request_id=self.request_id,
             client_request_id=self._client_request_id,
+            session_id=self._session_id,
             tenant=self._tenant,
             operation=self._operation,
             finished=finished,

@@ -1,11 +1,14 @@
-"""The preparation of a request: its time limit, its end if it ends before the engine has it, and changes until then."""
+"""The preparation of a request: what it needs of the service, its time limit, its end if it ends before the engine has
+it, and changes until then."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import penstock.v1 as pb
+from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.request import (
     Change,
     EngineFinishReason,
@@ -15,6 +18,23 @@ from penstock.scheduler.request import (
     TokenUsage,
 )
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.requests.contexts import ContextStore
+from penstock.service.requests.generate import RequestBuilder
+from penstock.service.requests.idempotency import IdempotencyKeys
+from penstock.service.requests.open_prompt import OpenPromptConfig
+from penstock.service.telemetry.tracing import Telemetry
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """The parts of the service that every request needs."""
+
+    engine: Engine
+    request_builder: RequestBuilder
+    telemetry: Telemetry
+    conversations: ContextStore
+    open_prompts: OpenPromptConfig
+    idempotency_keys: IdempotencyKeys
 
 
 @asynccontextmanager

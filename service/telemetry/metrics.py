@@ -159,6 +159,7 @@ class End:
     code: grpc.StatusCode
     was_accepted: bool
     """Whether it entered the queue."""
+    session_id: str = ""
 
     @property
     def reason(self) -> str:

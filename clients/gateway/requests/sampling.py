@@ -12,6 +12,7 @@ from penstock.clients.gateway.schemas.common import GenerationBody
 from penstock.clients.gateway.schemas.unsupported import model_not_found, shown
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.tracing import traceparent
+from penstock.clients.gateway.upstream.caller_headers import fill_routing
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.requests import timeout_ms
 
@@ -35,7 +36,7 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 def new_start(body: GenerationBody, headers: Mapping[str, str], settings: GatewaySettings) -> pb.GenerationStart:
-    """Returns a request without its prompt: deadline, priority, and the caller's id."""
+    """Returns a request without its prompt: deadline, priority, targets, and the caller's ids. Raises GatewayError."""
     timeout_s = settings.request_timeout_s
     start = pb.GenerationStart(
         timeout_ms=None if timeout_s is None else timeout_ms(timeout_s),
@@ -45,6 +46,7 @@ def new_start(body: GenerationBody, headers: Mapping[str, str], settings: Gatewa
         client_request_id=client_request_id(body.request_id, headers.get("x-request-id")),
     )
     fill_truncation(start, body)
+    fill_routing(start, headers, settings)
     return start
 
 
