@@ -1,7 +1,7 @@
-"""The headers with which llm-d and the Gateway API Inference Extension describe a request: its tenant, priority, targets
-and session. The same names are headers of HTTP requests and metadata of gRPC calls.
+"""The headers by which llm-d and the Gateway API Inference Extension describe a request: tenant, priority, targets and
+session. The same names are headers of HTTP requests and metadata of gRPC calls.
 
-A header that the gateway would set under two names counts under the newer one. Knows neither HTTP nor gRPC.
+Some have an older name too, which counts if the newer one is missing. Knows neither HTTP nor gRPC.
 """
 
 import json
@@ -16,7 +16,7 @@ TTFT_SLO = ("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms")
 TPOT_SLO = ("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms")
 SESSION_ID = ("x-session-id",)
 REQUEST_ID = ("x-request-id",)
-ROUTING_HEADERS = (*FAIRNESS_ID, *OBJECTIVE, *TTFT_SLO, *TPOT_SLO, *SESSION_ID, *REQUEST_ID)
+ROUTING_HEADERS = frozenset((*FAIRNESS_ID, *OBJECTIVE, *TTFT_SLO, *TPOT_SLO, *SESSION_ID, *REQUEST_ID))
 
 MAX_ID_BYTES = 128
 MAX_TTFT_MS, MAX_TPOT_MS = 86_400_000, 60_000
@@ -57,9 +57,10 @@ class RoutingHeaders:
         or not printable is left out, since proxies make up their own."""
         found: dict[str, str] = {}
         for name, value in headers:
-            if name in ROUTING_HEADERS and isinstance(value, str) and (value := value.strip()):
-                if found.setdefault(name, value) != value:
-                    raise RoutingHeaderError(name, "has several values; send one")
+            if name not in ROUTING_HEADERS or not isinstance(value, str) or not value.strip():
+                continue
+            if found.setdefault(name, value.strip()) != value.strip() and name not in REQUEST_ID:
+                raise RoutingHeaderError(name, "has several values; send one")
         request_id = _first(found, REQUEST_ID)[1]
         session, session_id = _first(found, SESSION_ID)
         if session_id and not _is_id(session_id):
