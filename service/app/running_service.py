@@ -109,24 +109,7 @@ class RunningService:
         telemetry = Telemetry(config.model_name, self._metrics)
         limits = ModelLimits(tokenizer.vocab_size, facts.max_model_len, config.model_name)
         self._validator = validator = Validator(limits)
-        max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
-        conversations = ContextStore(config.conversation_ttl_s, config.conversation_tokens)
-        request_builder = RequestBuilder(
-            validator,
-            self.pool,
-            config.model_name,
-            max_sequence_tokens,
-            max_retain_s=conversations.ttl_s,
-            max_drafts=config.max_drafts,
-            grammars=self.grammars,
-            defaults=config.sampling_defaults,
-            generates=config.generates,
-            formats=formats,
-            auto_retain_s=conversations.return_times.retain_s,
-        )
-        warm_up = PrefixWarmer(engine, request_builder, conversations)
-        prompts = OpenPromptConfig(warm_up, config.open_prompt_ttl_s, facts.max_model_len - 1)
-        request_context = RequestContext(engine, request_builder, telemetry, conversations, prompts, IdempotencyKeys())
+        request_context = self._new_request_context(formats, telemetry)
         metadata = RoutingMetadata(config.objectives)
         self.generation = GenerationService(request_context, validator, config.heartbeat_s, metadata)
         self.pooled_calls = PooledCalls(engine, telemetry, metadata)
@@ -140,6 +123,27 @@ class RunningService:
         self._server = new_server(interceptors, max_streams, self._max_connections, self._limits.connections.cut)
         self._admin_listeners: list[AdminListener] = []
         self._add_services(tokenizer, formats, health)
+
+    def _new_request_context(self, formats: AnswerFormats, telemetry: Telemetry) -> RequestContext:
+        config, engine, facts = self._config, self._engine, self._facts
+        max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
+        conversations = ContextStore(config.conversation_ttl_s, config.conversation_tokens)
+        request_builder = RequestBuilder(
+            self._validator,
+            self.pool,
+            config.model_name,
+            max_sequence_tokens,
+            max_retain_s=conversations.ttl_s,
+            max_drafts=config.max_drafts,
+            grammars=self.grammars,
+            defaults=config.sampling_defaults,
+            generates=config.generates,
+            formats=formats,
+            auto_retain_s=conversations.return_times.retain_s,
+        )
+        warm_up = PrefixWarmer(engine, request_builder, conversations)
+        prompts = OpenPromptConfig(warm_up, config.open_prompt_ttl_s, facts.max_model_len - 1)
+        return RequestContext(engine, request_builder, telemetry, conversations, prompts, IdempotencyKeys())
 
     def _add_services(self, tokenizer: Tokenizer, formats: AnswerFormats, health: Health) -> None:
         config, engine, server = self._config, self._engine, self._server

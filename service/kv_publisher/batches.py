@@ -26,7 +26,7 @@ class BlockStored(KvEvent, frozen=True):
     """The last 8 bytes of each hash, as vLLM sends them by default."""
     parent_block_hash: int | None
     token_ids: list[int]
-    """Those of all blocks, one after the other."""
+    """The tokens of all blocks, one after the other."""
     block_size: int
     lora_id: int | None
     medium: str

@@ -102,9 +102,8 @@ class World:
             arrival=self.now,
             max_drafts=rng.choice((0, 0, 2, 5)),
             grammar=rng.choice(("", "", "g", " ", "   ")),
-            first_token_target=rng.choice((None, None, self.now + rng.randint(1, 200))),
-            target_itl_s=rng.choice((None, None, 1.5, 30.0)),
-            session_id=rng.choice(("", "talk")),
+            first_token_target=rng.choice((None, self.now + rng.randint(1, 200))),
+            target_itl_s=rng.choice((None, 1.5, 30.0)),
         )
         self.add(request)
 

@@ -188,7 +188,9 @@ class ServiceLink:
         tenant = named_tenant(headers, self.settings)
         identity = await self._identity(key, tenant)
         place = self._place_of(identity)
-        if not tenant and identity.response.may_act_for_others and (tenant := fairness_tenant(headers)):
+        # Under the gateway's own key, any caller could name any tenant: then only the operator's header counts.
+        may_act = identity.response.may_act_for_others and self.settings.service.api_key is None
+        if may_act and not tenant and (tenant := fairness_tenant(headers)):
             identity = await self._identity(key, tenant)
             place = self._place_of(identity)
         place.last_used = time.monotonic()

@@ -1,5 +1,7 @@
 """The headers of gateways: their names, bounds and precedence."""
 
+from typing import Any
+
 import pytest
 
 import penstock.v1 as pb
@@ -41,7 +43,7 @@ def test_the_newer_name_counts():
 
 
 def test_a_field_in_the_message_wins():
-    fields = {"tenant": "t", "priority": 0, "ttft_slo_ms": 9, "tpot_slo_ms": 8, "session_id": "s"}
+    fields: dict[str, Any] = {"tenant": "t", "priority": 0, "ttft_slo_ms": 9, "tpot_slo_ms": 8, "session_id": "s"}
     headers = [(FAIRNESS_ID[0], "acme"), (OBJECTIVE[0], "7"), (TTFT_SLO[0], "250"), (TPOT_SLO[0], "40")]
     headers += [("x-session-id", "talk"), ("x-request-id", "mine")]
     assert start_of(headers, client_request_id="c", **fields) == pb.GenerationStart(client_request_id="c", **fields)

@@ -76,20 +76,28 @@ async def test_the_key_and_its_tenants_are_checked_once(gateway, monkeypatch):
     calls = []
     link = gateway.app.state.link
     fetch = link._fetch_model
-    monkeypatch.setattr(link, "_fetch_model", lambda *given: calls.append(given[1]) or fetch(*given))
+
+    def note(metadata, tenant):
+        calls.append(tenant)
+        return fetch(metadata, tenant)
+
+    monkeypatch.setattr(link, "_fetch_model", note)
     for tenant in ("acme", "bolt", "acme", "bolt"):
         given = headers(x_llm_d_inference_fairness_id=tenant)
         await gateway.post(COMPLETIONS, headers=given, prompt="a", max_tokens=1)
     assert calls == ["", "acme", "bolt"]
 
 
-async def test_the_gateways_own_header_of_tenants_wins(start_gateway, tmp_path, load_keys, submitted):
+async def test_under_the_gateways_own_key_only_the_operators_header_counts(
+    start_gateway, tmp_path, load_keys, submitted
+):
     (tmp_path / "keys").write_text(f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()} gateway act-for-others")
     service = {"authenticator": load_keys(tmp_path / "keys")}
-    gateway = await start_gateway(service=service, api_key=KEY, tenant_header="x-tenant")
     given = {"x-tenant": "bolt", "x-llm-d-inference-fairness-id": "acme"}
-    await gateway.post(COMPLETIONS, headers=given, prompt="a", max_tokens=1)
-    assert submitted[0].tenant == "bolt"
+    for tenant_header in ("", "x-tenant", "x-llm-d-inference-fairness-id"):
+        gateway = await start_gateway(service=service, api_key=KEY, tenant_header=tenant_header)
+        await gateway.post(COMPLETIONS, headers=given, prompt="a", max_tokens=1)
+    assert [request.tenant for request in submitted] == ["gateway", "bolt", "acme"]
 
 
 @pytest.mark.parametrize("name", ["x-slo-ttft-ms", "x-slo-tpot-ms", "x-llm-d-inference-fairness-id"])

@@ -25,8 +25,8 @@ def queued(world, new_request, *requests):
 @pytest.mark.parametrize("policy", [Policy.FCFS, Policy.DEADLINE, Policy.FAIR])
 def test_the_earliest_target_goes_first(world_type, new_request, policy):
     world = world_type(100, make_config(max_num_seqs=1, policy=policy))
-    requests = [("none", {})] + [(str(target), {"first_token_target": world.now + target}) for target in (50, 30, 40)]
-    assert queued(world, new_request, *requests) == ["30", "40", "50", "none"]
+    timed = [(str(target), {"first_token_target": world.now + target}) for target in (50, 30, 40)]
+    assert queued(world, new_request, ("none", {}), *timed) == ["30", "40", "50", "none"]
 
 
 def test_a_target_counts_within_its_priority(world_type, new_request):
