@@ -23,8 +23,8 @@ class KvEventsConfig:
     publisher: str | None = None
     """``zmq`` or ``null``, which publishes nothing; None: ``zmq`` if events are enabled."""
     endpoint: str = "tcp://*:5557"
-    """The address at which batches are published. The service listens on an ``ipc://`` address, and on a ``tcp://`` one that has a
-    ``*`` or the port 0; to any other, where a subscriber listens, it connects."""
+    """The address at which batches are published. The service listens on an ``ipc://`` address, and on a ``tcp://`` one
+    that has a ``*`` or the port 0; to any other, where a subscriber listens, it connects."""
     replay_endpoint: str | None = None
     """The address for requests to send earlier batches again; None: none are sent again."""
     buffer_steps: int = 10_000

@@ -30,7 +30,7 @@ class RoutingMetadata:
 
     def fill(self, message: Message, headers: RoutingHeaders) -> None:
         """Sets the fields of a request that it has and that are not set. The tenant counts only from a caller that may
-        act for others: anyone can send it, and a gateway may pass on whatever its own caller sent. Raises ServiceError."""
+        act for others: anyone can send it, and a gateway may pass on what its own caller sent. Raises ServiceError."""
         if headers is NO_HEADERS:
             return
         try:
