@@ -13,8 +13,8 @@ Rank = tuple[float, float, int, int]
 """A unique sort key: (the policy's value, when the first token is due, arrival number, sequence)."""
 
 PATIENCE_S = 60.0
-"""A request without a target for its first token is ranked as if it had one this long after its arrival, and under
-``deadline`` one without a deadline as if it had that, so that it does not starve."""
+"""A request without a target for its first token is ranked as if it had one this long after it entered the queue, and
+under ``deadline`` one without a deadline as if it had one this long after its arrival, so that it does not starve."""
 
 
 class Policy(Enum):
@@ -30,11 +30,13 @@ class Policy(Enum):
     """The tenant that was served least for its weight first; within a tenant, first come, first served."""
 
 
-def rank_of(policy: Policy, request: Request, predicted_s: float, arrival_number: int, choice: int) -> Rank:
-    """Returns the rank of one sequence of a request with arrival number ``arrival_number``, which would take
-    ``predicted_s`` if it ran at once."""
+def rank_of(
+    policy: Policy, request: Request, predicted_s: float, entered_at: float, arrival_number: int, choice: int
+) -> Rank:
+    """Returns the rank of one sequence of a request that enters the queue at ``entered_at`` as number
+    ``arrival_number``, and would take ``predicted_s`` if it ran at once."""
     target = request.first_token_target
-    due = request.arrival + PATIENCE_S if target is None else target
+    due = entered_at + PATIENCE_S if target is None else target
     value = 0.0
     if policy is Policy.PRIORITY:
         value = request.priority

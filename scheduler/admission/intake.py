@@ -51,6 +51,7 @@ def _work(request: Request, found: Sequence[_Found], block_size: int) -> QueuedW
 class AdmissionDecision:
     """The rank, position and predictions with which a request enters the queue."""
 
+    entered_at: float
     rank: Rank
     """The rank of its first sequence."""
     num_cached_tokens: int
@@ -73,12 +74,12 @@ class RequestIntake:
         self._planner = planner
         self._predictor = predictor
 
-    def rank(self, request: Request, number: int, choice: int, work: QueuedWork) -> Rank:
-        """Returns the rank of one sequence of the request with arrival number ``number``, which needs this much
-        ``work``."""
+    def rank(self, request: Request, entered_at: float, number: int, choice: int, work: QueuedWork) -> Rank:
+        """Returns the rank of one sequence of a request that enters the queue at ``entered_at`` as number ``number``
+        and needs this much ``work``."""
         policy = self._context.config.policy
         predicted_s = self._predictor.service_s(request, work) or 0.0 if policy is Policy.DEADLINE else 0.0
-        return rank_of(policy, request, predicted_s, number, choice)
+        return rank_of(policy, request, predicted_s, entered_at, number, choice)
 
     def check_rates(self, tenant: str, kind: Rated) -> None:
         """Raises Refused, before any work is done, if a tenant has used up its rate or, for a request, its tokens."""
@@ -104,14 +105,15 @@ class RequestIntake:
         Raises Refused."""
         found = [self._find(request, index) for index in range(request.num_prompts)]
         cached_work = _work(request, found, self._kv.block_size)
-        rank = self.rank(request, number, 0, cached_work)
+        entered_at = self._context.clock()
+        rank = self.rank(request, entered_at, number, 0, cached_work)
         position = self._context.waiting.num_ahead(request.tenant, rank)
         work = self._work_left(request, found, rank) if request.reads_cache else cached_work
         would_make_room = self._planner.would_make_room(request.tenant, rank)
         prediction = self._predictor.predict(request, work, rank, would_make_room)
         self._admit(request, cached_work, None if self._predictor.needs_test else prediction, is_first=is_first)
         num_cached = sum(prompt.num_cached + prompt.num_evicted for prompt in found) * self._kv.block_size
-        return AdmissionDecision(rank, num_cached, work, position, prediction)
+        return AdmissionDecision(entered_at, rank, num_cached, work, position, prediction)
 
     def _find(self, request: Request, index: int) -> _Found:
         prompt = request.prompt(index)

@@ -85,7 +85,7 @@ class Scheduler:
         num_charged = 0 if request.is_warm_up else request.num_prompt_tokens
         tenant, timeline = self.tenants.enter(request.tenant, num_charged), Timeline(request, self._clock)
         live = RequestState(request, self._num_arrived, texts, tenant, timeline)
-        live.entered_at, live.work = self._clock(), entry.work
+        live.entered_at, live.work = entry.entered_at, entry.work
         self._intake.grammar_budget.count(request, 1)
         self._num_arrived += 1
         self.requests[request.request_id] = live
@@ -112,7 +112,8 @@ class Scheduler:
         live.timeline.updated(change)
         for sequence in list(live.sequences):
             if sequence.state is not SequenceStatus.ENDED:
-                self._planner.change_rank(sequence, self._intake.rank(request, live.number, sequence.index, live.work))
+                rank = self._intake.rank(request, live.entered_at, live.number, sequence.index, live.work)
+                self._planner.change_rank(sequence, rank)
                 if change.max_tokens is not None:
                     num_injected = sequence.num_injected + len(sequence.to_inject)
                     max_tokens = self._intake.admission.max_tokens(request, num_injected)
@@ -212,7 +213,7 @@ class Scheduler:
         first = live.sequences[0]
         shared = first.block_ids[: (first.num_prompt_tokens - 1) // self.kv.block_size]
         for index in range(1, live.request.n):
-            rank = self._intake.rank(live.request, live.number, index, live.work)
+            rank = self._intake.rank(live.request, live.entered_at, live.number, index, live.work)
             self._planner.enter(self._new_sequence(live, index, rank, shared.copy()))
 
     def _finish(self, live: RequestState, reason: EngineFinishReason, message: str) -> None:
@@ -326,7 +327,7 @@ class Scheduler:
         self.tenants.reconfigure(config)
         self._ended_timelines.resize(config.explain_requests)
         for live in self.requests.values():
-            rank = self._intake.rank(live.request, live.number, 0, live.work)
+            rank = self._intake.rank(live.request, live.entered_at, live.number, 0, live.work)
             for sequence in live.sequences:
                 sequence.rank = (*rank[:3], sequence.index)
         self._planner.reconfigure()

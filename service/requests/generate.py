@@ -56,6 +56,8 @@ class Origin:
     tenant: str
     arrival: float
     deadline: float | None = None
+    committed: float = 0.0
+    """The time at which its open prompt was committed, if it was open."""
 
 
 class ResponseMode(Enum):
@@ -224,6 +226,7 @@ class RequestBuilder:
             max_tokens = self._fit_whole(start, num_prompt_tokens, max_tokens)
         logprobs, prompt_logprobs = (_optional(start.output, name) for name in ("logprobs", "prompt_logprobs"))
         check_cost(n, logprobs, prompt_logprobs, num_prompt_tokens, max_tokens)
+        ttft_ms, tpot_ms = (_optional(start, name) for name in ("ttft_slo_ms", "tpot_slo_ms"))
         request = Request(
             request_id=origin.request_id,
             prompt_token_ids=prompt.token_ids,
@@ -240,8 +243,8 @@ class RequestBuilder:
             max_tokens_is_default=not start.sampling.HasField("max_tokens"),
             client_request_id=start.client_request_id,
             session_id=start.session_id,
-            first_token_target=origin.arrival + start.ttft_slo_ms / 1000 if start.HasField("ttft_slo_ms") else None,
-            target_itl_s=start.tpot_slo_ms / 1000 if start.HasField("tpot_slo_ms") else None,
+            first_token_target=None if ttft_ms is None else max(origin.arrival, origin.committed) + ttft_ms / 1000,
+            target_itl_s=None if tpot_ms is None else tpot_ms / 1000,
             arrival=origin.arrival,
             hash_salt=salt,
             max_drafts=self._drafts(start, grammar),

@@ -159,7 +159,7 @@ class RequestLifecycle:
             self._close_prompt()
             self._request_context.request_builder.check(start)
             self._operation = "chat" if start.HasField("chat") else "text_completion"
-            self._prepare(start, self._context(), after)
+            self._prepare(start, self._context(), after, committed=time.monotonic())
         except Exception as error:
             self._refuse(error)
         return True
@@ -188,9 +188,13 @@ class RequestLifecycle:
             self._open = None
 
     def _prepare(
-        self, start: pb.GenerationStart, context: StoredContext | None, after: "asyncio.Task[None] | None"
+        self,
+        start: pb.GenerationStart,
+        context: StoredContext | None,
+        after: "asyncio.Task[None] | None",
+        committed: float = 0.0,
     ) -> None:
-        origin = Origin(self.request_id, self._tenant, self._arrival, self._deadline)
+        origin = Origin(self.request_id, self._tenant, self._arrival, self._deadline, committed)
         self.preparation = asyncio.create_task(self._enter(start, context, origin, after))
 
     def cancel(self, reason: EngineFinishReason = EngineFinishReason.CANCELLED, message: str = "") -> None:

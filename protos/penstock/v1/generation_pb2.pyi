@@ -380,11 +380,11 @@ class GenerationStart(_message.Message):
     truncation_side: _prompt_pb2.TruncationSide.ValueType
     """The end of the prompt that `truncate_prompt_tokens` cuts. Default: TRUNCATION_SIDE_LEFT (keeps the last tokens)."""
     ttft_slo_ms: _builtins.int
-    """The target for the time from arrival to the first token, in milliseconds: 1 to 86,400,000. Among requests with the
-    same priority, and under `fair` among those of a tenant, the one with the earliest target runs first; one without a
-    target waits as if it had 60 s. A request whose first token is predicted to come later than its target is refused
-    with OVERLOADED. A target that is missed later ends nothing; see `timeout_ms` for that. Default: the metadata
-    `x-slo-ttft-ms`, or none.
+    """The target for the time from arrival, or from the commit of an open prompt, to the first token, in milliseconds: 1
+    to 86,400,000. Among requests with the same priority, and under `fair` among those of a tenant, the one with the
+    earliest target runs first; one without a target waits as if it had 60 s. A request whose first token is predicted
+    to come later than its target is refused with OVERLOADED. A target that is missed later ends nothing; see
+    `timeout_ms` for that. Default: the metadata `x-slo-ttft-ms`, or none.
     """
     tpot_slo_ms: _builtins.int
     """The target for the time between two tokens of the output, in milliseconds: 1 to 60,000. Steps with a row of this

@@ -41,11 +41,15 @@ def test_a_target_counts_within_its_priority(world_type, new_request):
 
 def test_a_request_without_a_target_does_not_starve(world_type, new_request):
     world = world_type(100, make_config(max_num_seqs=1))
-    requests = (
-        ("none", {"arrival": world.now - PATIENCE_S}),
-        ("soon", {"first_token_target": world.now + 10}),
-    )
-    assert queued(world, new_request, *requests) == ["none", "soon"]
+    world.add(new_request("running", make_prompt(4), max_tokens=6))
+    world.step()
+    world.add(new_request("none", make_prompt(4, first=1), max_tokens=2))
+    world.now += PATIENCE_S
+    world.add(new_request("soon", make_prompt(4, first=2), max_tokens=2, first_token_target=world.now + 10))
+    begun = []
+    while world.alive():
+        begun += world.step()
+    assert begun == ["none", "soon"]
 
 
 def test_a_missed_target_ends_nothing(world_type, new_request):

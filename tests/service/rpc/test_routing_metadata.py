@@ -1,6 +1,7 @@
 """What gateways say in the metadata of calls reaches the scheduler. Each test fails if its key is ignored."""
 
 import hashlib
+import time
 
 import grpc
 import pytest
@@ -107,6 +108,19 @@ async def test_a_first_token_that_would_be_late_is_refused(start_service, detail
     assert details_of(error.value)["ErrorInfo"].reason == "OVERLOADED"
     assert "its first token would come in" in (error.value.details() or "")
     await complete(service, [("x-slo-ttft-ms", "60000")])
+
+
+async def test_the_target_of_an_open_prompt_counts_from_its_commit(service, submitted):
+    stream = service.generation.Generate(metadata=metadata(x_slo_ttft_ms="9000"))
+    await stream.write(begin(open=True))
+    started = time.monotonic()
+    await stream.write(pb.GenerateRequest(commit=pb.GenerationCommit(ref=1)))
+    await stream.done_writing()
+    while not (await stream.read()).finished:
+        pass
+    request = next(request for request in submitted if not request.is_warm_up)
+    assert request.first_token_target >= max(started, request.arrival) + 9
+    stream.cancel()
 
 
 async def test_a_session_is_retained_for_as_long_as_its_turns_take(service, submitted):
