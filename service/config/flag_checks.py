@@ -10,7 +10,6 @@ from penstock.clients.host.allowed_hosts import read_hosts
 from penstock.clients.host.routing_headers import read_objectives
 from penstock.service.config.addresses import Address
 from penstock.service.config.flags import ConfigError
-from penstock.service.config.kv_events import parse_kv_events
 from penstock.service.config.sampling_defaults import check_override
 from penstock.service.config.speculative import parse_speculation
 
@@ -87,8 +86,8 @@ def check_texts(config: "ServeConfig") -> None:
         read_score_tokens(config.score_tokens)
     if config.override_generation_config is not None:
         check_override(config.override_generation_config)
-    if config.kv_events_config is not None:
-        parse_kv_events(config.kv_events_config)
+    if config.kv_events is not None and not config.enable_prefix_caching:
+        raise ConfigError("--kv-events-config: needs prefix caching; leave --no-enable-prefix-caching out, or this one")
 
 
 def check_identity(config: "ServeConfig") -> None:

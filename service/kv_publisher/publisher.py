@@ -34,14 +34,14 @@ class KvEventPublisher:
         self.history = BatchHistory(num_kept, config.max_queue_size)
         self._sockets = PublisherSockets(config, self.history)
         self.endpoint, self.replay_endpoint = self._sockets.endpoint, self._sockets.replay_endpoint
-        for endpoint in (self.endpoint, self.replay_endpoint):
-            if endpoint is not None and listens(config.endpoint) and not _is_local(endpoint):
+        for endpoint in (self.endpoint if listens(config.endpoint) else None, self.replay_endpoint):
+            if endpoint is not None and not _is_local(endpoint):
                 _log.warning(
                     "--kv-events-config: anyone who can reach %s can read the tokens of all prompts and outputs; keep "
                     "others out with a firewall or a network policy",
                     endpoint,
                 )
-        _log.info("KV events: %s, again from %s", self.endpoint, self.replay_endpoint or "nowhere")
+        _log.info("KV events are published at %s; replays: %s", self.endpoint, self.replay_endpoint or "none")
         self._task = asyncio.create_task(self._run(), name="penstock KV events")
 
     async def close(self) -> None:

@@ -67,6 +67,12 @@ def test_a_wrong_key_is_named(keys, problem):
     assert problem in str(caught.value)
 
 
+def test_events_need_the_prefix_cache():
+    text = json.dumps({"enable_kv_cache_events": True})
+    with pytest.raises(ConfigError, match="--kv-events-config: needs prefix caching"):
+        ServeConfig(kv_events_config=text, enable_prefix_caching=False)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '"zmq"'])
 def test_other_texts_are_refused(text):
     with pytest.raises(ConfigError, match=r"^--kv-events-config: "):
