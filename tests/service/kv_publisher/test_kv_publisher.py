@@ -98,7 +98,7 @@ async def test_its_batches_are_counted(start_service, subscribe):
     page = f"http://{service.server.metrics_target}/metrics"
     with await asyncio.to_thread(urllib.request.urlopen, page) as response:
         lines = dict(line.rsplit(" ", 1) for line in response.read().decode().splitlines())
-    assert float(lines["penstock_kv_events_batches_total"]) == history.num_batches > 0
+    assert 0 < float(lines["penstock_kv_events_batches_total"]) <= history.num_batches
     assert float(lines["penstock_kv_events_dropped_batches_total"]) == 0
 
 
