@@ -127,7 +127,7 @@ class KvEventLog:
         """Returns whether all changes after this one are still known."""
         return self.sequence - len(self._recent) <= sequence <= self.sequence
 
-    def changed_since(self, sequence: int) -> Iterable[bytes]:
+    def changed_since(self, sequence: int) -> Sequence[bytes]:
         """Returns the hashes that were stored or removed after ``sequence``, oldest change first; some may occur
         twice."""
         return list(islice(reversed(self._recent), self.sequence - sequence))[::-1]
@@ -168,7 +168,8 @@ class KvEventReader:
             self._reported = 0
             self._take(self._log.hashes)
         elif not self._pending:
-            self._take(dict.fromkeys(self._log.changed_since(self._taken)))
+            # Each by its last change, so that a block comes after the one that it follows.
+            self._take(reversed(dict.fromkeys(reversed(self._log.changed_since(self._taken)))))
         removed, stored = self._take_changes(max_bytes)
         if not self._pending:
             self._reported = self._taken

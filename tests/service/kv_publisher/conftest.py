@@ -81,10 +81,13 @@ class Index:
         size, parent = event.block_size, event.parent_block_hash
         assert len(event.token_ids) == size * len(event.block_hashes)
         assert event.extra_keys is None or len(event.extra_keys) == len(event.block_hashes)
+        if event.medium == "GPU":
+            assert parent is None or parent in self.blocks["GPU"], "a block comes before the one that it follows"
         self.sessions.add(event.session_id)
         for number, block_hash in enumerate(event.block_hashes):
             extra = None if event.extra_keys is None else event.extra_keys[number]
-            key = (self._keys[parent], tuple(event.token_ids[number * size : (number + 1) * size]), extra)
+            # In host memory, the block before may have come and gone unseen.
+            key = (self._keys.get(parent, parent), tuple(event.token_ids[number * size : (number + 1) * size]), extra)
             self._keys[block_hash] = key
             assert block_hash not in self.blocks[event.medium], "a block is stored twice"
             self.blocks[event.medium][block_hash] = key
