@@ -70,6 +70,12 @@ class Options(ChatOptions, total=False):
     model: str | None
     """The name of the model. Default: the only one."""
     priority: int | None
+    ttft_slo_ms: int | None
+    """The target for the time to the first token: requests that would miss it are refused."""
+    tpot_slo_ms: int | None
+    """The target for the time between two tokens."""
+    session_id: str | None
+    """The conversation that the request belongs to, for how long its KV is retained."""
     tenant: str | None
     continue_from: str | None
     """The id of a request that ended with ``may_continue``: this prompt is appended to its prompt and output."""

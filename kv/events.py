@@ -14,6 +14,18 @@ from typing import NamedTuple
 
 _PART_BYTES = 8
 """Tags and lengths of one part of a message."""
+ON_DEVICE, IN_HOST_MEMORY = 1, 2
+"""Bits of the tiers that hold a block."""
+
+
+class BlockOrigin(NamedTuple):
+    """The request whose step computed a block."""
+
+    tenant: str = ""
+    session_id: str = ""
+
+
+NO_ORIGIN = BlockOrigin()
 
 
 class StoredBlock(NamedTuple):
@@ -39,9 +51,15 @@ class KvChanges(NamedTuple):
 class KvEventLog:
     """Every block that can be found, and the last changes, numbered."""
 
-    def __init__(self, block_size: int, max_changes: int) -> None:
-        """A reader that falls more than ``max_changes`` behind starts over with the whole content."""
+    def __init__(
+        self, block_size: int, max_changes: int, find_tiers: Callable[[bytes], int] = lambda _: ON_DEVICE
+    ) -> None:
+        """A reader that falls more than ``max_changes`` behind starts over with the whole content. ``find_tiers``
+        returns the bits of the tiers that hold a block now."""
         self.block_size = block_size
+        self.find_tiers = find_tiers
+        self.keeps_details = False
+        """Whether a block that leaves one tier for the other counts as changed, and origins are kept."""
         self.stream_id = secrets.token_hex(8)
         """Identifies this log; sequence numbers are valid only within it."""
         self.sequence = 1
@@ -51,21 +69,36 @@ class KvEventLog:
         self._pack = struct.Struct(f"<{block_size}I")
         # Hash -> the parent's hash and the token ids: 130 bytes for 16 tokens.
         self._contents: dict[bytes, bytes] = {}
+        # The origins that readers need: of blocks that begin a sequence, and of those with a session.
+        self._origins: dict[bytes, BlockOrigin] = {}
         self._wakes: list[Callable[[], None]] = []
 
-    def stored(self, block_hash: bytes, parent_hash: bytes, token_ids: Sequence[int]) -> None:
+    def stored(
+        self, block_hash: bytes, parent_hash: bytes, token_ids: Sequence[int], origin: BlockOrigin = NO_ORIGIN
+    ) -> None:
         """Records that a block can be found from now on."""
         self._contents[block_hash] = parent_hash + self._pack.pack(*token_ids)
+        if self.keeps_details and (origin.session_id or not parent_hash):
+            self._origins[block_hash] = origin
         self._record(block_hash)
 
     def removed(self, block_hash: bytes) -> None:
         """Records that a block can no longer be found."""
         del self._contents[block_hash]
+        self._origins.pop(block_hash, None)
         self._record(block_hash)
+
+    def moved(self, block_hash: bytes) -> None:
+        """Records that other tiers hold a block than before; it can still be found."""
+        if self.keeps_details:
+            self._record(block_hash)
 
     def cleared(self, but: Iterable[bytes] = ()) -> None:
         """Records that no block can be found any more, except ``but``."""
         self._contents = {block_hash: self._contents[block_hash] for block_hash in but}
+        self._origins = {
+            block_hash: origin for block_hash, origin in self._origins.items() if block_hash in self._contents
+        }
         self._recent.clear()
         self.sequence += 1
         self._wake()
@@ -94,7 +127,7 @@ class KvEventLog:
         """Returns whether all changes after this one are still known."""
         return self.sequence - len(self._recent) <= sequence <= self.sequence
 
-    def changed_since(self, sequence: int) -> Iterable[bytes]:
+    def changed_since(self, sequence: int) -> Sequence[bytes]:
         """Returns the hashes that were stored or removed after ``sequence``, oldest change first; some may occur
         twice."""
         return list(islice(reversed(self._recent), self.sequence - sequence))[::-1]
@@ -102,6 +135,10 @@ class KvEventLog:
     @property
     def hashes(self) -> Iterable[bytes]:
         return self._contents.keys()
+
+    def origin(self, block_hash: bytes) -> BlockOrigin:
+        """Returns the origin of a block; an empty one if it is not kept."""
+        return self._origins.get(block_hash, NO_ORIGIN)
 
     def find(self, block_hash: bytes) -> StoredBlock | None:
         content = self._contents.get(block_hash)
@@ -131,7 +168,8 @@ class KvEventReader:
             self._reported = 0
             self._take(self._log.hashes)
         elif not self._pending:
-            self._take(dict.fromkeys(self._log.changed_since(self._taken)))
+            # Each by its last change, so that a block comes after the one that it follows.
+            self._take(reversed(dict.fromkeys(reversed(self._log.changed_since(self._taken)))))
         removed, stored = self._take_changes(max_bytes)
         if not self._pending:
             self._reported = self._taken

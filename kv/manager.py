@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from penstock.kv.block_hash import hash_blocks
 from penstock.kv.block_pool import BlockPool
-from penstock.kv.events import KvEventLog
+from penstock.kv.events import IN_HOST_MEMORY, NO_ORIGIN, ON_DEVICE, BlockOrigin, KvEventLog
 from penstock.kv.host_tier import HostTier
 from penstock.kv.wanted import WantedBlocks, Whereabouts
 
@@ -29,7 +29,8 @@ class KVCacheManager:
         self._caches_prefixes = caches_prefixes
         # A reader that has missed more changes than there are blocks is better off with the whole content, and does not
         # fall behind again while it reads that, unless the cache changes faster than it reads.
-        self.events = KvEventLog(block_size, max(num_blocks + num_host_blocks, MIN_EVENTS_KEPT))
+        max_changes = max(num_blocks + num_host_blocks, MIN_EVENTS_KEPT)
+        self.events = KvEventLog(block_size, max_changes, self._find_tiers)
         """The blocks that can be found in either tier, and the changes."""
         self.pool = BlockPool(num_blocks, self._on_evicted)
         self.host = HostTier(num_host_blocks, self._on_overwritten)
@@ -103,6 +104,7 @@ class KVCacheManager:
         for block_hash, slot, block in zip(restored, slots, new, strict=False):
             self._copies_in.append((slot, block))
             pool.publish(block, block_hash, owner)
+            self.events.moved(block_hash)
         self.wanted.refresh(restored)
         self.num_restored_tokens += len(restored) * self.block_size
         return [*prefix, *new]
@@ -130,7 +132,9 @@ class KVCacheManager:
         slot = self.host.store(block_hash)
         if slot is not None:
             self._slot_to_block[slot] = block
-        elif block_hash not in self.host:
+        if block_hash in self.host:
+            self.events.moved(block_hash)
+        else:
             self.events.removed(block_hash)
         self.wanted.refresh((block_hash,))
 
@@ -138,6 +142,12 @@ class KVCacheManager:
         if self.pool.find(block_hash) is None:
             self.events.removed(block_hash)
             self.wanted.refresh((block_hash,))
+        else:
+            self.events.moved(block_hash)
+
+    def _find_tiers(self, block_hash: bytes) -> int:
+        on_device = ON_DEVICE if self.pool.find(block_hash) is not None else 0
+        return on_device | (IN_HOST_MEMORY if block_hash in self.host else 0)
 
     def _locate(self, hashes: Iterable[bytes]) -> dict[bytes, Whereabouts]:
         """Returns where these blocks are, except for those that are on the device or will be."""
@@ -155,18 +165,22 @@ class KVCacheManager:
         start: int,
         stop: int,
         token_ids: Sequence[int],
-        owner: str = "",
+        origin: BlockOrigin = NO_ORIGIN,
     ) -> None:
         """Lets blocks ``start`` to ``stop`` of a table be found: every later plan may read their KV.
 
-        ``hashes`` and ``token_ids`` are those of the whole sequence of ``owner``, like the table.
+        ``hashes`` and ``token_ids`` are those of the whole sequence, like the table. ``origin`` is what computed them.
         """
         size = self.block_size
         for index in range(start, min(stop, len(hashes))):
             block_hash = hashes[index]
-            if self.pool.publish(block_ids[index], block_hash, owner) and block_hash not in self.host:
+            if not self.pool.publish(block_ids[index], block_hash, origin.tenant):
+                continue
+            if block_hash in self.host:
+                self.events.moved(block_hash)
+            else:
                 parent = hashes[index - 1] if index else b""
-                self.events.stored(block_hash, parent, token_ids[index * size : (index + 1) * size])
+                self.events.stored(block_hash, parent, token_ids[index * size : (index + 1) * size], origin)
         self.wanted.refresh(hashes[start:stop])
 
     def flush(self) -> int:

@@ -1,18 +1,31 @@
 """Orders requests by rank, the lowest first; the highest is preempted first. It does not know blocks.
 
-A rank does not change while its request lives. Under ``fair``, the tenants' turns come before the rank, and change in
+Within a priority, targets for the first token count before arrival. A rank does not change while its request lives.
+Under ``fair``, the tenants' turns come before the rank, and change in
 every step with what each tenant was served.
 """
 
 from enum import Enum
+from typing import NamedTuple
 
 from penstock.scheduler.request import Request
 
-Rank = tuple[float, int, int]
-"""A unique sort key: (the policy's value, the place by arrival, sequence)."""
+Rank = tuple[float, float, int, int]
+"""A unique sort key: (the policy's value, when the first token is due, the place by arrival, sequence)."""
+
+
+class Place(NamedTuple):
+    """The place of a request among those of the same rank by policy."""
+
+    entered_at: float
+    """When it entered the queue, or would have: it may have taken an earlier place."""
+    number: int
+    """Numbers by arrival, which are unique."""
+
 
 PATIENCE_S = 60.0
-"""Under ``deadline``, a request without a deadline is ranked as if it had one this long after its arrival."""
+"""A request without a target for its first token is ranked as if it had one this long after it entered the queue, and
+under ``deadline`` one without a deadline as if it had one this long after its arrival, so that it does not starve."""
 
 
 class Policy(Enum):
@@ -28,13 +41,16 @@ class Policy(Enum):
     """The tenant that was served least for its weight first; within a tenant, first come, first served."""
 
 
-def rank_of(policy: Policy, request: Request, predicted_s: float, place: int, choice: int) -> Rank:
-    """Returns the rank of one sequence of a request, which would take ``predicted_s`` if it ran at once. Among equals,
-    the lower ``place`` goes first."""
+def rank_of(policy: Policy, request: Request, predicted_s: float, place: Place, choice: int) -> Rank:
+    """Returns the rank of one sequence of a request at ``place``, which would take ``predicted_s`` if it ran at
+    once."""
+    target = request.first_token_target
+    due = place.entered_at + PATIENCE_S if target is None else target
     value = 0.0
     if policy is Policy.PRIORITY:
         value = request.priority
     elif policy is Policy.DEADLINE:
         # All slacks shrink equally with time, so the latest time to begin gives the same order, and stays constant.
         value = (request.arrival + PATIENCE_S if request.deadline is None else request.deadline) - predicted_s
-    return (value, place, choice)
+        value = value if target is None else min(value, target)
+    return (value, due, place.number, choice)

@@ -289,6 +289,13 @@ class Request:
     """The caller did not set ``max_tokens``: its tenant's cap lowers it instead of refusing the request."""
     client_request_id: str = ""
     """The caller's own id, which the request's timeline contains."""
+    session_id: str = ""
+    """The conversation that it belongs to, named by its caller; empty: none."""
+    first_token_target: float | None = None
+    """When its first token should come at the latest, by ``time.monotonic()``. Requests with earlier targets run first
+    among those with the same priority; a target that is missed ends nothing."""
+    target_itl_s: float | None = None
+    """The target time between its tokens; None: that of the scheduler."""
     arrival: float = 0.0
     """A time by ``time.monotonic()``."""
     hash_salt: bytes = b""

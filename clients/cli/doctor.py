@@ -18,6 +18,7 @@ _OPTIONAL = {
     "bench": "for plots and OpenAI's API in penstock bench",
     "gateway": "for OpenAI's API: penstock gateway, penstock serve --http-port",
     "ray": "for replicas under Ray Serve",
+    "zmq": "for KV events: penstock serve --kv-events-config",
 }
 """Extras that a service does not need, and their purpose."""
 _EXTRAS = {"cpu": ("", "serve", "cpu"), "reference": ("", "serve", "torch"), "cuda": ("", "serve", "torch", "cuda")}

@@ -6,6 +6,7 @@ from penstock.clients.channel import DEFAULT_TARGET
 from penstock.clients.cli.options import ConnectionOptions
 from penstock.clients.host.allowed_hosts import AllowedHosts
 from penstock.clients.host.reloaded_files import WatchedFiles
+from penstock.clients.host.routing_headers import Objectives
 
 
 @dataclass(frozen=True)
@@ -48,5 +49,7 @@ class GatewaySettings:
     """A stream that is silent for this long sends a blank line, so that proxies do not close it; 0: never."""
     allowed_origins: tuple[str, ...] = ()
     """Origins whose pages may call the gateway from a browser (CORS); ``*`` is any."""
+    objectives: Objectives = field(default_factory=dict)
+    """The priorities of requests by the objectives that their headers name."""
     ignores_unknown_fields: bool = False
     """Whether fields that this service does not know are ignored, logged and counted, instead of refused."""

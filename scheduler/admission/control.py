@@ -41,10 +41,14 @@ class AdmissionControl:
         request: Request,
         prediction: Prediction | None,
         alone_s: float | None,
+        *,
+        is_first: bool = False,
         superseded: RequestState | None = None,
     ) -> None:
         """Raises Refused if the request may not enter the queue. ``alone_s`` is the time that it takes when it runs
-        alone. Without a prediction, no request is refused as too late. What ``superseded`` takes up is free for it."""
+        alone. Without a prediction, no request is refused as too late. ``is_first``: there is no other request. It is
+        then not refused for its deadline: trying again later cannot help, and nothing would be learned. What
+        ``superseded`` takes up is free for it."""
         max_model_len, now = self._context.facts.max_model_len, self._context.clock()
         if request.pooling is None:
             assert 0 < request.num_prompt_tokens < max_model_len, "the prompt's length is checked before admission"
@@ -63,7 +67,9 @@ class AdmissionControl:
         check_rate(Rated.TOKEN, request.num_charged_tokens, self._context.tenants.rate_limit(request.tenant), now)
         if not request.is_warm_up:
             self._check_queue(request, superseded)
-        if request.deadline is not None and prediction is not None:
+        if request.first_token_target is not None:
+            _check_target(request.first_token_target - now, prediction, may_retry=not is_first)
+        if request.deadline is not None and prediction is not None and not is_first:
             _check_deadline(request.deadline - now, prediction, alone_s)
 
     def check_size(self, request: Request) -> None:
@@ -210,4 +216,17 @@ def _check_deadline(left_s: float, prediction: Prediction, alone_s: float | None
             RefusalKind.OVERLOADED,
             f"{what} in {needed_s:.3g} s, and its deadline is in {left_s:.3g} s; try again, or allow it more time",
             _retry_after_ms(needed_s - left_s),
+        )
+
+
+def _check_target(left_s: float, prediction: Prediction | None, *, may_retry: bool) -> None:
+    """Raises Refused if the first token of a request is predicted to come later than its target."""
+    needed_s = 0.0 if prediction is None else prediction.ttft_s
+    if needed_s > left_s:
+        comes = f"its first token would come in {needed_s:.3g} s" if needed_s else "it could not be queued earlier"
+        target = f"the target is in {left_s:.3g} s" if left_s > 0 else f"the target was {-left_s:.3g} s ago"
+        raise Refused(
+            RefusalKind.OVERLOADED,
+            f"{comes}, and {target}; try again or elsewhere, or allow it more time",
+            _retry_after_ms(needed_s - left_s) if may_retry else None,
         )

@@ -1,6 +1,7 @@
 """Evaluates a new request: how much of it is cached, its rank and position, its predicted times, and whether it may
 enter the queue. Counts refusals, and changes nothing else."""
 
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
@@ -12,7 +13,7 @@ from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.planner import Planner
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
-from penstock.scheduler.policy import Policy, Rank, rank_of
+from penstock.scheduler.policy import Place, Policy, Rank, rank_of
 from penstock.scheduler.request import Refused, Request
 from penstock.scheduler.timing.queue_time import Prediction
 from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, total_work
@@ -52,14 +53,15 @@ def _work(request: Request, found: Sequence[_Found], block_size: int) -> QueuedW
     )
 
 
-def _place(request: Request, number: int, superseded: RequestState | None, *, is_at_hand: bool) -> int:
-    """Returns the request's place among those of the same rank by policy; even numbers are in order of arrival.
+def _place(request: Request, place: Place, superseded: RequestState | None, *, is_at_hand: bool) -> Place:
+    """Returns the request's place, with even numbers in order of arrival. ``place`` has its number by arrival.
 
     A request whose prompt ``is_at_hand`` goes before some that arrived earlier, but need more: otherwise what is
     retained for it would take up room for as long as it waits. It takes the place of the request that it supersedes if
     this one has not begun and was no less urgent: a caller who changes a request must not go to the end of the queue.
     """
-    place = 2 * (number - MAX_PASSED) - 1 if is_at_hand else 2 * number
+    number = 2 * (place.number - MAX_PASSED) - 1 if is_at_hand else 2 * place.number
+    place = place._replace(number=number)
     if superseded is None or superseded.started_at is not None or request.priority < superseded.request.priority:
         return place
     return min(place, superseded.place)
@@ -69,6 +71,8 @@ def _place(request: Request, number: int, superseded: RequestState | None, *, is
 class AdmissionDecision:
     """The rank, position and predictions with which a request enters the queue."""
 
+    entered_at: float
+    place: Place
     rank: Rank
     """The rank of its first sequence."""
     num_cached_tokens: int
@@ -87,16 +91,21 @@ class RequestIntake:
         self.admission = AdmissionControl(context)
         self.grammar_budget = GrammarBudget()
         self._context = context
+        self._entries: deque[float] = deque(maxlen=MAX_PASSED)
+        """When the newest requests entered the queue, the oldest first."""
         self._kv = context.kv
         self._planner = planner
         self._predictor = predictor
 
-    def rank(self, request: Request, place: int, choice: int, work: QueuedWork) -> Rank:
-        """Returns the rank of one sequence of the request that arrived, or took the place of the one that arrived, as
-        number ``place``, and needs this much ``work``."""
+    def rank(self, request: Request, place: Place, choice: int, work: QueuedWork) -> Rank:
+        """Returns the rank of one sequence of the request at ``place``, which needs this much ``work``."""
         policy = self._context.config.policy
         predicted_s = self._predictor.service_s(request, work) or 0.0 if policy is Policy.DEADLINE else 0.0
         return rank_of(policy, request, predicted_s, place, choice)
+
+    def note_entry(self, decision: "AdmissionDecision") -> None:
+        """Records that a request has entered the queue."""
+        self._entries.append(decision.entered_at)
 
     def check_rates(self, tenant: str, kind: Rated) -> None:
         """Raises Refused, before any work is done, if a tenant has used up its rate or, for a request, its tokens."""
@@ -124,16 +133,21 @@ class RequestIntake:
         ``is_first``: there is no other request. Raises Refused."""
         found = [self._find(request, index) for index in range(request.num_prompts)]
         cached_work = _work(request, found, self._kv.block_size)
-        place = _place(request, number, superseded, is_at_hand=self._is_at_hand(request, found[0]))
+        entered_at = self._context.clock()
+        earliest = self._entries[0] if self._entries else entered_at
+        is_at_hand = self._is_at_hand(request, found[0])
+        place = _place(
+            request, Place(earliest if is_at_hand else entered_at, number), superseded, is_at_hand=is_at_hand
+        )
         rank = self.rank(request, place, 0, cached_work)
         position = self._context.waiting.num_ahead(request.tenant, rank)
         work = self._work_left(request, found, rank) if request.reads_cache else cached_work
         would_make_room = self._planner.would_make_room(request.tenant, rank)
         prediction = self._predictor.predict(request, work, rank, would_make_room)
-        # With no other request, trying again later cannot help, and nothing would be learned.
-        self._admit(request, cached_work, None if is_first or self._predictor.needs_test else prediction, superseded)
+        known = None if self._predictor.needs_test else prediction
+        self._admit(request, cached_work, known, superseded, is_first=is_first)
         num_cached = sum(prompt.num_cached + prompt.num_evicted for prompt in found) * self._kv.block_size
-        return AdmissionDecision(rank, num_cached, work, position, prediction)
+        return AdmissionDecision(entered_at, place, rank, num_cached, work, position, prediction)
 
     def _is_at_hand(self, request: Request, found: _Found) -> bool:
         """Returns whether nearly all of the prompt is retained on the device."""
@@ -180,10 +194,13 @@ class RequestIntake:
         cached_work: QueuedWork,
         prediction: Prediction | None,
         superseded: RequestState | None,
+        *,
+        is_first: bool,
     ) -> None:
         try:
             self.grammar_budget.check(request)
-            self.admission.check(request, prediction, self._predictor.alone_s(request, cached_work), superseded)
+            alone_s = self._predictor.alone_s(request, cached_work)
+            self.admission.check(request, prediction, alone_s, is_first=is_first, superseded=superseded)
         except Refused:
             self._context.counters.refused += not request.is_warm_up
             raise

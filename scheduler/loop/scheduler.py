@@ -89,7 +89,8 @@ class Scheduler:
         texts = [request.make_text() for _ in range(request.n)]  # may raise, so it comes before any change
         tenant, timeline = self.tenants.enter(request), Timeline(request, self._clock)
         live = RequestState(request, self._num_arrived, texts, tenant, timeline)
-        live.entered_at, live.work, live.place = self._clock(), entry.work, entry.rank[1]
+        live.entered_at, live.work, live.place = entry.entered_at, entry.work, entry.place
+        self._intake.note_entry(entry)
         self._intake.grammar_budget.count(request, 1)
         self._num_arrived += 1
         self.requests[request.request_id] = live
@@ -97,7 +98,7 @@ class Scheduler:
             assert superseded.request.tenant == request.tenant, "a request supersedes only one of its own tenant"
             self._finish(superseded, EngineFinishReason.SUPERSEDED, "")
         for index in range(request.num_prompts):
-            self._planner.enter(self._new_sequence(live, index, (*entry.rank[:2], index), pinned=[]))
+            self._planner.enter(self._new_sequence(live, index, (*entry.rank[:3], index), pinned=[]))
         ttft_s = None
         if entry.prediction is not None:
             ttft_s, live.expected_s = entry.prediction.ttft_s, entry.prediction.total_s
@@ -119,7 +120,8 @@ class Scheduler:
         live.timeline.updated(change)
         for sequence in list(live.sequences):
             if sequence.state is not SequenceStatus.ENDED:
-                self._planner.change_rank(sequence, self._intake.rank(request, live.place, sequence.index, live.work))
+                rank = self._intake.rank(request, live.place, sequence.index, live.work)
+                self._planner.change_rank(sequence, rank)
                 if change.max_tokens is not None:
                     num_injected = sequence.num_injected + len(sequence.to_inject)
                     max_tokens = self._intake.admission.max_tokens(request, num_injected)
@@ -357,7 +359,7 @@ class Scheduler:
         for live in self.requests.values():
             rank = self._intake.rank(live.request, live.place, 0, live.work)
             for sequence in live.sequences:
-                sequence.rank = (rank[0], rank[1], sequence.index)
+                sequence.rank = (*rank[:3], sequence.index)
         self._planner.reconfigure()
         self.predictor.reconfigure()
 

@@ -280,8 +280,13 @@ class Planner:
         if not plan.decodes or not budget:
             return budget
         context = self.running.prefilling[0].num_planned if self.running.prefilling else 0
-        decode_kv, target_itl_s = self._context.decode_kv, self._context.config.target_itl_s
-        return self._model.max_prefill(len(plan.decodes), decode_kv, context, target_itl_s, budget)
+        num_decodes, decode_kv = len(plan.decodes), self._context.decode_kv
+        targets = {row.live.request.target_itl_s for row in self.running.decoding}
+        if None in targets:
+            default_s = self._context.config.target_itl_s
+            budget = self._model.max_prefill(num_decodes, decode_kv, context, default_s, budget)
+        own = [target_s for target_s in targets if target_s is not None]
+        return self._model.max_prefill(num_decodes, decode_kv, context, min(own), budget) if own else budget
 
     def _plan_chunks(self, plan: StepPlan, budget: int, shares: StepShares | None) -> list[SequenceState]:
         """Plans chunks of histories, in order; returns the sequences that got one."""
@@ -367,8 +372,8 @@ class Planner:
         kv = self.kv
         kv.extend_hashes(sequence.hashes, sequence.token_ids, num_full, sequence.live.request.hash_salt)
         start, sequence.num_published = sequence.num_published, num_full
-        tenant = sequence.live.request.tenant
-        kv.publish(sequence.block_ids, sequence.hashes, start, num_full, sequence.token_ids, tenant)
+        origin = sequence.live.origin
+        kv.publish(sequence.block_ids, sequence.hashes, start, num_full, sequence.token_ids, origin)
         if sequence.state is SequenceStatus.PREFILLING:
             kv.retract(sequence, sequence.hashes[start:num_full])
 

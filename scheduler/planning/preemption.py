@@ -131,4 +131,4 @@ class PreemptionPolicy:
 
     def _cheapest(self, sequences: Iterable[SequenceState]) -> SequenceState:
         """Returns the row with the least to recompute: the one that shares most of its blocks, or has the fewest."""
-        return min(sequences, key=lambda sequence: (self._kv.pool.num_unshared(sequence.block_ids), -sequence.rank[1]))
+        return min(sequences, key=lambda sequence: (self._kv.pool.num_unshared(sequence.block_ids), -sequence.rank[2]))

@@ -179,7 +179,8 @@ class PrefillAdder:
         if awaited is not None:
             leader = kv.leader(awaited)
             assert isinstance(leader, SequenceState)
-            if leader.rank[0] > sequence.rank[0]:
+            num_compared = 1 if sequence.live.request.first_token_target is None else 2
+            if leader.rank[:num_compared] > sequence.rank[:num_compared]:
                 # It might wait long for the other's turn, so it computes the prefix itself, and others wait for it.
                 kv.retract(leader, sequence.hashes[num_found:])
                 awaited = None

@@ -193,7 +193,7 @@ class WaitingQueue:
         """
         ahead = self._ahead(tenant, rank)
         if self._due is not None and deadline is not None:
-            num_due = self._due.num_before((deadline, (math.inf, 0, 0)))
+            num_due = self._due.num_before((deadline, (math.inf, 0.0, 0, 0)))
             if num_due > sum(num_sequences for _, num_sequences in ahead):
                 ahead = [(self._due, num_due)]
         return total_work([lane.work_of_first(num_sequences) for lane, num_sequences in ahead]).plus(self._unowned)

@@ -17,10 +17,11 @@ from enum import Enum, auto
 
 import msgspec
 
+from penstock.kv.events import BlockOrigin
 from penstock.scheduler.plan import Decode, PromptLogprobsPart, SamplingParams
 from penstock.scheduler.planning.output_buffer import OutputBuffer
 from penstock.scheduler.planning.tenants import TenantUse
-from penstock.scheduler.policy import Rank
+from penstock.scheduler.policy import Place, Rank
 from penstock.scheduler.request import (
     Context,
     EngineFinishReason,
@@ -67,9 +68,10 @@ class RequestState:
         """The request, with all changes that its caller has made."""
         self.number = number
         """The arrival number."""
-        self.place = number
+        self.place = Place(0.0, number)
         """Its place among those of the same rank by policy; see ``RequestIntake``."""
         self.tenant = tenant
+        self.origin = BlockOrigin(request.tenant, request.session_id)
         self.timeline = timeline
         self.held = False
         """If true, its output is not read, so it is in no plan."""

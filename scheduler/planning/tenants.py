@@ -58,7 +58,7 @@ class TenantUse:
         self.turn = 0.0
         self.num_new = 0
         """Tokens that a step chose for it and that are not charged yet."""
-        self.last_in_share: Rank = (-math.inf, 0, 0)
+        self.last_in_share: Rank = (-math.inf, 0.0, 0, 0)
         """The rank of the last row that had a part of its share of a step, while others had to sit out."""
         self.saved_s = 0.0
         """What it left of its share of a step, for later ones."""

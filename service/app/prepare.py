@@ -1,6 +1,7 @@
 """Makes of the flags of ``penstock serve`` the configurations of the server, the worker and the gateway. Checks ports,
 files and the model before anything starts."""
 
+import importlib.util
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -12,7 +13,9 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from penstock.clients.host.allowed_hosts import read_hosts
+from penstock.clients.host.distribution import install_command
 from penstock.clients.host.machine import Machine, inspect_machine
+from penstock.clients.host.routing_headers import read_objectives
 from penstock.models.checkpoint.checkpoint import check_checkpoint, resolve_model
 from penstock.models.checkpoint.gguf.tokenizer import write_tokenizer
 from penstock.models.checkpoint.pooling_config import read_embedding
@@ -30,12 +33,14 @@ from penstock.service.config.addresses import (
     HTTP_FLAG,
     HTTP_HOST_FLAG,
     Address,
+    ListenError,
     admin_address,
     admin_http_address,
     check_apart,
     metrics_address,
     warn_of_exposure,
 )
+from penstock.service.config.kv_events import KvEventsConfig
 from penstock.service.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from penstock.service.config.serve_config import ServeConfig
 from penstock.service.text.conversion.convert import convert_tokenizer
@@ -51,6 +56,7 @@ from penstock.service.text.tokenizer_files import (
 
 _GPU_SHARE, _CPU_SHARE = 0.9, 0.5
 _HTTP_GRACE_S = 10
+ZMQ_EXTRA = "zmq"
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +84,8 @@ def prepare(config: ServeConfig) -> Prepared:
 def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
     machine = inspect_machine()
     addresses = _check_addresses(config, machine)
+    if config.kv_events is not None:
+        _check_kv_events(config.kv_events)
     files = OperatorFiles.load(config)
     has_weights = config.load_format != "dummy"
     path = resolve_model(config.model, has_weights, config.revision, config.gguf_file)
@@ -133,6 +141,8 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         grace_s=config.shutdown_grace,
         closes_objects=not config.allow_additional_properties,
         checks_grammars_soon=True,
+        objectives={} if config.objectives is None else read_objectives(config.objectives),
+        kv_events=config.kv_events,
     )
     return Prepared(server, worker, load_tokenizer, *_http_processes(config, addresses), resources.pop_all())
 
@@ -182,6 +192,15 @@ def _check_addresses(config: ServeConfig, machine: Machine) -> _Addresses:
     is_mutual = config.tls_client_ca is not None
     warn_of_exposure(address, http, metrics, has_keys=config.has_credentials, is_mutual=is_mutual)
     return _Addresses(admin, metrics, http, status_page)
+
+
+def _check_kv_events(config: KvEventsConfig) -> None:
+    """Raises ListenError if an address is in use, or if the package for ZeroMQ is not installed."""
+    if importlib.util.find_spec("zmq") is None:
+        raise ListenError(f"--kv-events-config: not installed: pyzmq; {install_command(ZMQ_EXTRA)}, or omit the flag")
+    from penstock.service.kv_publisher.sockets import check_endpoints
+
+    check_endpoints(config)
 
 
 def _scheduler_config(config: ServeConfig, tenants: TenantLimitsFile) -> SchedulerConfig:
@@ -253,6 +272,7 @@ def http_options(config: ServeConfig) -> Sequence[str]:
         allowed_hosts=config.allowed_hosts,
         unknown_fields=config.unknown_fields,
         sse_keep_alive=config.sse_keep_alive,
+        objectives=config.objectives,
         # The gateway's responses end with the service's requests; its own grace period must not end them earlier.
         shutdown_grace=math.ceil(config.shutdown_grace) + _HTTP_GRACE_S,
     )

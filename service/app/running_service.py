@@ -4,6 +4,7 @@ signals nor the order of a shutdown."""
 import asyncio
 import os
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -19,16 +20,17 @@ from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.identity import IdentityInterceptor
 from penstock.service.config.addresses import Address
 from penstock.service.config.field_rules import ModelLimits
+from penstock.service.config.kv_events import KvEventsConfig
 from penstock.service.config.limits import Validator
 from penstock.service.requests.answer_formats import AnswerFormats
 from penstock.service.requests.contexts import ContextStore
 from penstock.service.requests.generate import RequestBuilder
 from penstock.service.requests.grammar_check import GrammarChecks
 from penstock.service.requests.idempotency import IdempotencyKeys
-from penstock.service.requests.lifecycle import RequestContext
 from penstock.service.requests.open_prompt import OpenPromptConfig
 from penstock.service.requests.pooled.embed import EmbedRequestBuilder
 from penstock.service.requests.pooled.inputs import PooledInputs
+from penstock.service.requests.request_context import RequestContext
 from penstock.service.requests.warm_up import PrefixWarmer
 from penstock.service.rpc.classification import ClassificationService
 from penstock.service.rpc.embedding import EmbeddingService
@@ -40,6 +42,7 @@ from penstock.service.rpc.load_stream import LoadStreams
 from penstock.service.rpc.model import ModelService
 from penstock.service.rpc.pooled_calls import PooledCalls
 from penstock.service.rpc.reflection import add_reflection
+from penstock.service.rpc.routing_metadata import RoutingMetadata
 from penstock.service.rpc.tokenizer import TokenizerService
 from penstock.service.telemetry.collector import MetricsReader
 from penstock.service.telemetry.event_loop_lag import LoopLag
@@ -63,6 +66,9 @@ from penstock.v1 import (
     tokenizer_pb2,
     tokenizer_pb2_grpc,
 )
+
+if TYPE_CHECKING:  # its library is an extra
+    from penstock.service.kv_publisher.publisher import KvEventPublisher
 
 _STREAMS_BESIDES = 64
 """Streams on a connection besides those for requests: probes, multiplexed streams, tokenizing."""
@@ -106,10 +112,26 @@ class RunningService:
         telemetry = Telemetry(config.model_name, self._metrics)
         limits = ModelLimits(tokenizer.vocab_size, facts.max_model_len, config.model_name)
         self._validator = validator = Validator(limits)
+        request_context = self._new_request_context(formats, telemetry)
+        metadata = RoutingMetadata(config.objectives)
+        self.generation = GenerationService(request_context, validator, config.heartbeat_s, metadata)
+        self.pooled_calls = PooledCalls(engine, telemetry, metadata)
+        self._limits = CallLimits()
+        identity = IdentityInterceptor(config.authenticator)
+        # Separate limits: operators get through even if callers have used up theirs.
+        admin_limits = CallLimits(self._limits.connections)
+        self._admin_interceptors = [StatusInterceptor(telemetry, admin_limits, self._load), identity]
+        self._max_connections = max_connections(config.max_connections)
+        self._server = self._new_server([StatusInterceptor(telemetry, self._limits, self._load), identity])
+        self._admin_listeners: list[AdminListener] = []
+        self._add_services(tokenizer, formats, health)
+
+    def _new_request_context(self, formats: AnswerFormats, telemetry: Telemetry) -> RequestContext:
+        config, engine, facts = self._config, self._engine, self._facts
         max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
         conversations = ContextStore(config.conversation_ttl_s, config.conversation_tokens)
         request_builder = RequestBuilder(
-            validator,
+            self._validator,
             self.pool,
             config.model_name,
             max_sequence_tokens,
@@ -124,18 +146,7 @@ class RunningService:
         )
         warm_up = PrefixWarmer(engine, self.pool, request_builder, conversations)
         prompts = OpenPromptConfig(warm_up, config.open_prompt_ttl_s, facts.max_model_len - 1)
-        request_context = RequestContext(engine, request_builder, telemetry, conversations, prompts, IdempotencyKeys())
-        self.generation = GenerationService(request_context, validator, config.heartbeat_s)
-        self.pooled_calls = PooledCalls(engine, telemetry)
-        self._limits = CallLimits()
-        identity = IdentityInterceptor(config.authenticator)
-        # Separate limits: operators get through even if callers have used up theirs.
-        admin_limits = CallLimits(self._limits.connections)
-        self._admin_interceptors = [StatusInterceptor(telemetry, admin_limits, self._load), identity]
-        self._max_connections = max_connections(config.max_connections)
-        self._server = self._new_server([StatusInterceptor(telemetry, self._limits, self._load), identity])
-        self._admin_listeners: list[AdminListener] = []
-        self._add_services(tokenizer, formats, health)
+        return RequestContext(engine, request_builder, telemetry, conversations, prompts, IdempotencyKeys())
 
     def _new_server(self, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> grpc.aio.Server:
         scheduler = self._config.scheduler
@@ -189,6 +200,15 @@ class RunningService:
             )
             for address in addresses
         ]
+
+    def publish_kv_events(self, config: KvEventsConfig) -> "KvEventPublisher":
+        """Publishes the prefix cache's changes, until the result is closed. Raises ListenError."""
+        from penstock.service.kv_publisher.publisher import KvEventPublisher
+
+        publisher = KvEventPublisher(config, self._engine.kv_events)
+        history = publisher.history
+        self._metrics.read_kv_batches = lambda: (history.num_batches, history.num_dropped)
+        return publisher
 
     def metrics_reader(self, loop_lag: LoopLag) -> MetricsReader:
         return MetricsReader(self._engine, self._facts, self._metrics, loop_lag, self._config.model_name)

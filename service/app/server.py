@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from penstock.clients.host.event_loop import MemoryWatch, calm_collector
 from penstock.clients.host.reloaded_files import FileWatch
@@ -32,6 +33,9 @@ from penstock.service.telemetry.metrics_outlets import MetricsOutlets
 from penstock.service.telemetry.prometheus import Readiness
 from penstock.service.telemetry.stats_log import log_stats
 from penstock.service.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # its library is an extra
+    from penstock.service.kv_publisher.publisher import KvEventPublisher
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +88,7 @@ class Server:
         self.http_target: str | None = None
         self.status_page_target: str | None = None
         self.metrics_target: str | None = None
+        self.kv_events: KvEventPublisher | None = None
 
     async def run(self, on_start: Callable[[str], None] = lambda address: None) -> bool:
         """Starts, serves until SIGTERM, SIGINT or ``request_stop``, and stops. ``on_start`` is called with the address
@@ -129,6 +134,9 @@ class Server:
         running = RunningService(self._config, self._engine, self.tokenizer, self._formats, facts, self._health)
         self._resources.callback(running.close)
         self._resources.push_async_callback(running.stop_listening, FLUSH_S)
+        if self._config.kv_events is not None:
+            self.kv_events = running.publish_kv_events(self._config.kv_events)
+            self._resources.push_async_callback(self.kv_events.close)
         self._start_watches()
         private: list[Address] = []
         admin = [] if self._admin_address is None else [self._admin_address]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from penstock.clients.host.reloaded_files import CHECK_INTERVAL_S, Watched, WatchedFiles
+from penstock.clients.host.routing_headers import Objectives
 from penstock.models.checkpoint.classification_head import ClassificationHead
 from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.config import SchedulerConfig
@@ -11,6 +12,7 @@ from penstock.scheduler.plan import SpeculationConfig
 from penstock.service.auth.identity import AllowAll, Authenticator
 from penstock.service.auth.tenant_limits import TenantLimitsFile
 from penstock.service.auth.tls import ServerTls
+from penstock.service.config.kv_events import KvEventsConfig
 from penstock.service.config.limits import MAX_CONNECTIONS
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.parsers.registry import AUTO
@@ -80,6 +82,10 @@ class ServerConfig:
     """Whether objects have only the properties that their schema declares, unless it has a rule for others."""
     checks_grammars_soon: bool = False
     """Whether the process that checks grammars starts with the service, instead of with the first grammar."""
+    objectives: Objectives = field(default_factory=dict)
+    """The priorities of requests by the objectives that gateways name."""
+    kv_events: KvEventsConfig | None = None
+    """How the prefix cache's changes are published by ZeroMQ; None: not at all."""
     stats_interval_s: float = INTERVAL_S
     """The interval between log lines with the engine's statistics."""
 

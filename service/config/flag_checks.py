@@ -2,10 +2,16 @@
 
 import ipaddress
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from penstock.clients.gateway.origins import read_origins
+from penstock.clients.host.allowed_hosts import read_hosts
+from penstock.clients.host.routing_headers import read_objectives
 from penstock.service.config.addresses import Address
 from penstock.service.config.flags import ConfigError
+from penstock.service.config.sampling_defaults import check_override
+from penstock.service.config.speculative import parse_speculation
 
 if TYPE_CHECKING:
     from penstock.service.config.serve_config import ServeConfig
@@ -59,6 +65,29 @@ def read_score_tokens(text: str) -> tuple[str, str]:
     if not no or not yes or no == yes:
         raise ConfigError(f"--score-tokens: must be two different tokens, such as no,yes; it is {text!r}")
     return no, yes
+
+
+def check_texts(config: "ServeConfig") -> None:
+    """Raises ConfigError for flags whose text has a form of its own."""
+    texts: tuple[tuple[str, str | None, Callable[[str], object]], ...] = (
+        ("--allowed-origins", config.allowed_origins, read_origins),
+        ("--allowed-hosts", config.allowed_hosts, read_hosts),
+        ("--objectives", config.objectives, read_objectives),
+    )
+    for flag_name, text, read in texts:
+        try:
+            if text is not None:
+                read(text)
+        except ValueError as error:
+            raise ConfigError(f"{flag_name}: {error}") from None
+    if config.speculative_config is not None:
+        parse_speculation(config.speculative_config)
+    if config.score_tokens is not None:
+        read_score_tokens(config.score_tokens)
+    if config.override_generation_config is not None:
+        check_override(config.override_generation_config)
+    if config.kv_events is not None and not config.enable_prefix_caching:
+        raise ConfigError("--kv-events-config: needs prefix caching; leave --no-enable-prefix-caching out, or this one")
 
 
 def check_identity(config: "ServeConfig") -> None:

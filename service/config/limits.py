@@ -128,6 +128,17 @@ _MODEL = ServedModel(1, 256)
 _CLIENT_ID = Text(1, 128, _PRINTABLE, "printable ASCII")
 _MEDIA = Unsupported("is not supported: the model takes only text; send text in its place")
 
+_POOLED: Mapping[str, Bound] = {
+    "model": _MODEL,
+    "priority": Number(-1000, 1000),
+    "tenant": _TENANT,
+    "traceparent": _TRACE,
+    "client_request_id": _CLIENT_ID,
+    "truncate_prompt_tokens": _TRUNCATION,
+    "truncation_side": _SIDE,
+}
+"""Fields of every request to embed, classify or score."""
+
 FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "GenerateOneRequest": {"start": Nested(required=True)},
     "CompleteRequest": {"start": Nested(required=True)},
@@ -156,6 +167,9 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "retain_mode": Known(frozenset({0, 1})),
         "model": _MODEL,
         "prediction": Nested(),
+        "ttft_slo_ms": Number(1, MAX_TIMEOUT_MS),
+        "tpot_slo_ms": Number(1, 60_000),
+        "session_id": _CLIENT_ID,
     },
     "Prediction": {"text": Text(0, MAX_TEXT_BYTES), "token_ids": Nested()},
     "Constraint": {
@@ -243,41 +257,23 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "PrefetchRequest": {"start": Nested(required=True)},
     "ReleaseRequest": {"request_ids": Items(1000, _REQUEST_ID, required=True), "tenant": _TENANT},
     "EmbedRequest": {
-        "model": _MODEL,
+        **_POOLED,
         "inputs": Items(2048, Nested(), required=True),
         "dimensions": Number(1, UINT32_MAX),
         "normalize": _FLAG,
-        "priority": Number(-1000, 1000),
-        "tenant": _TENANT,
-        "traceparent": _TRACE,
-        "client_request_id": _CLIENT_ID,
-        "truncate_prompt_tokens": _TRUNCATION,
-        "truncation_side": _SIDE,
     },
     "EmbedInput": {"text": Text(0, MAX_TEXT_BYTES), "token_ids": NestedIds(Limit.UNCUT)},
     "ClassifyRequest": {
-        "model": _MODEL,
+        **_POOLED,
         "inputs": Items(2048, Nested(), required=True),
         "use_activation": _FLAG,
-        "priority": Number(-1000, 1000),
-        "tenant": _TENANT,
-        "traceparent": _TRACE,
-        "client_request_id": _CLIENT_ID,
-        "truncate_prompt_tokens": _TRUNCATION,
-        "truncation_side": _SIDE,
     },
     "ScoreRequest": {
-        "model": _MODEL,
+        **_POOLED,
         "queries": Texts(2048, MAX_TEXT_BYTES, required=True),
         "documents": Texts(2048, MAX_TEXT_BYTES, required=True),
         "instruction": Text(0, 64 << 10),
         "use_activation": _FLAG,
-        "priority": Number(-1000, 1000),
-        "tenant": _TENANT,
-        "traceparent": _TRACE,
-        "client_request_id": _CLIENT_ID,
-        "truncate_prompt_tokens": _TRUNCATION,
-        "truncation_side": _SIDE,
     },
     "GetModelRequest": {"model": _MODEL, "tenant": _TENANT},
     "ListModelsRequest": {"page_size": _UINT32, "page_token": Text(1, 64)},

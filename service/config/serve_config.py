@@ -10,16 +10,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.clients.gateway.origins import read_origins
-from penstock.clients.host.allowed_hosts import read_hosts
 from penstock.models.executor.log_format import JSON, TEXT
 from penstock.scheduler.plan import SpeculationConfig
 from penstock.scheduler.policy import Policy
 from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
-from penstock.service.config.flag_checks import check_identity, check_listeners, host_port, read_score_tokens
+from penstock.service.config.flag_checks import check_identity, check_listeners, check_texts, host_port
 from penstock.service.config.flags import ConfigError, check, flag
+from penstock.service.config.kv_events import KvEventsConfig, parse_kv_events
 from penstock.service.config.limits import MAX_CONNECTIONS
-from penstock.service.config.sampling_defaults import check_override
 from penstock.service.config.speculative import parse_speculation
 from penstock.service.parsers.reasoning import REASONING_FORMATS
 from penstock.service.parsers.registry import AUTO, NONE
@@ -257,11 +255,21 @@ class ServeConfig:
         60.0, "how long a prompt that arrives in pieces may stay open after the last one, and how long its KV is "
         "retained", metavar="SECONDS", low=0.1, high=86_400,
     )  # fmt: skip
+    kv_events_config: str | None = flag(
+        None, "publish changes of the prefix cache to routers by ZeroMQ, with vLLM's keys, such as "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}; needs '
+        "the extra zmq", metavar="JSON", shown="not published", is_json=True,
+    )  # fmt: skip
     scheduling_policy: str | None = flag(
         None, "which request runs first: fcfs the oldest, priority the one with the lowest start.priority, deadline "
         "the one with the least time left, fair one of the tenant that was served least for its weight",
         choices=["fcfs", "priority", "deadline", "fair"], group="scheduling",
         shown="fair with API keys, tokens or --tenants-file, else fcfs",
+    )  # fmt: skip
+    objectives: str | None = flag(
+        None, "priorities of the objectives that a gateway names in x-llm-d-inference-objective, lower first, such as "
+        '{"interactive": -10, "batch": 10}; they count under the priority policy', metavar="JSON", shown="none",
+        is_json=True,
     )  # fmt: skip
     target_itl: float = flag(
         0.0, "target time between a stream's tokens while prompts are computed, in chunks that fit; a high target "
@@ -319,15 +327,8 @@ class ServeConfig:
             if value is not None:
                 check(field, value)
         check_listeners(self)
-        for name, text, read in (
-            ("origins", self.allowed_origins, read_origins),
-            ("hosts", self.allowed_hosts, read_hosts),
-        ):
-            try:
-                read(text or "")
-            except ValueError as error:
-                raise ConfigError(f"--allowed-{name}: {error}") from None
         check_identity(self)
+        check_texts(self)
         if self.kv_cache_memory_bytes is not None and self.gpu_memory_utilization is not None:
             raise ConfigError(
                 "--kv-cache-memory-bytes: already sets the KV cache's size; leave --gpu-memory-utilization out"
@@ -343,12 +344,6 @@ class ServeConfig:
                 f"--device: {self.device} is one GPU, but --tensor-parallel-size {self.tensor_parallel_size} needs "
                 f"{self.tensor_parallel_size}; give cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES"
             )
-        if self.speculative_config is not None:
-            parse_speculation(self.speculative_config)
-        if self.score_tokens is not None:
-            read_score_tokens(self.score_tokens)
-        if self.override_generation_config is not None:
-            check_override(self.override_generation_config)
         if not self.model:
             raise ConfigError("MODEL: is empty; give a directory, a GGUF file, an id on the Hugging Face Hub, or demo")
 
@@ -385,6 +380,12 @@ class ServeConfig:
         if self.scheduling_policy is not None:
             return Policy(self.scheduling_policy)
         return Policy.FAIR if self.has_credentials or self.tenants_file is not None else Policy.FCFS
+
+    @property
+    def kv_events(self) -> KvEventsConfig | None:
+        """How the prefix cache's changes are published; None if they are not."""
+        config = KvEventsConfig() if self.kv_events_config is None else parse_kv_events(self.kv_events_config)
+        return config if config.is_enabled else None
 
     @property
     def speculation(self) -> SpeculationConfig | None:

@@ -91,7 +91,7 @@ class ContextStore:
         self._tenants: OrderedDict[str, TenantContexts] = OrderedDict()
         """The contexts by tenant, without empty groups; the least recently active tenant first."""
         self.num_tokens = 0
-        self.return_times = ReturnTimes()
+        self.return_times = ReturnTimes(clock)
 
     def __len__(self) -> int:
         return len(self._by_age)

@@ -77,7 +77,7 @@ class RequestBuilder:
         defaults: SamplingDefaults | None = None,
         generates: bool = True,
         formats: AnswerFormats | None = None,
-        auto_retain_s: Callable[[str], float] = lambda _: 0.0,
+        auto_retain_s: Callable[[str, str], float] = lambda tenant, session_id: 0.0,
     ) -> None:
         """``max_sequence_tokens`` is the maximum length of a choice with its prompt: the model's context or the KV
         cache's size, whichever is less. ``max_retain_s`` is the longest time for which KV can be retained, and the
@@ -85,7 +85,7 @@ class RequestBuilder:
         step. ``drafts_predictions``: whether predictions are used. ``defaults`` are the model's sampling defaults.
         ``generates``: whether the model has an output head; otherwise every request is refused. ``formats`` are those
         of the model's outputs; by default none are known. ``auto_retain_s`` returns how long KV is retained for a
-        tenant in the mode AUTO."""
+        tenant's session, or none, in the mode AUTO."""
         self._generates = generates
         self._auto_retain_s = auto_retain_s
         self._validator = validator
@@ -238,6 +238,7 @@ class RequestBuilder:
         logprobs, prompt_logprobs = (_optional(start.output, name) for name in ("logprobs", "prompt_logprobs"))
         check_cost(n, logprobs, prompt_logprobs, num_prompt_tokens, max_tokens)
         prediction = predicted_ids(start.prediction, self._tokenizer, self._validator)
+        ttft_ms, tpot_ms = (_optional(start, name) for name in ("ttft_slo_ms", "tpot_slo_ms"))
         request = Request(
             request_id=origin.request_id,
             prompt_token_ids=prompt.token_ids,
@@ -253,6 +254,9 @@ class RequestBuilder:
             retain_s=self._retain_s(start, origin.tenant),
             max_tokens_is_default=not start.sampling.HasField("max_tokens"),
             client_request_id=start.client_request_id,
+            session_id=start.session_id,
+            first_token_target=None if ttft_ms is None else max(origin.arrival, origin.committed) + ttft_ms / 1000,
+            target_itl_s=None if tpot_ms is None else tpot_ms / 1000,
             arrival=origin.arrival,
             hash_salt=salt,
             max_drafts=self._drafts(start, grammar, prediction),
@@ -323,8 +327,9 @@ class RequestBuilder:
     def _retain_s(self, start: pb.GenerationStart, tenant: str) -> float:
         if start.HasField("retain_ms"):
             return min(start.retain_ms / 1000, self._max_retain_s)
-        if start.retain_mode == pb.RETAIN_MODE_AUTO:
-            return min(self._auto_retain_s(tenant), self._max_retain_s)
+        is_auto = start.retain_mode == pb.RETAIN_MODE_AUTO or (start.session_id and not start.continue_from)
+        if is_auto:
+            return min(self._auto_retain_s(tenant, start.session_id), self._max_retain_s)
         return self._max_retain_s if start.continue_from else 0.0
 
     def _drafts(self, start: pb.GenerationStart, grammar: str, prediction: list[int]) -> int:

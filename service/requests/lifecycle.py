@@ -8,7 +8,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -16,7 +15,6 @@ from google.rpc import status_pb2
 
 import penstock.v1 as pb
 from penstock.clients.host.error_frames import release_frames
-from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.request import (
     Change,
@@ -47,18 +45,18 @@ from penstock.service.requests.changes import (
     replace_later,
     requested_change,
 )
-from penstock.service.requests.contexts import ContextStore, StoredContext
-from penstock.service.requests.generate import PreparedRequest, RequestBuilder, ResponseMode
-from penstock.service.requests.idempotency import IdempotencyKeys
+from penstock.service.requests.contexts import StoredContext
+from penstock.service.requests.generate import PreparedRequest, ResponseMode
 from penstock.service.requests.injection import Injections, Refuse
-from penstock.service.requests.open_prompt import OpenPrompt, OpenPromptConfig, Prepare
+from penstock.service.requests.open_prompt import OpenPrompt, Prepare
 from penstock.service.requests.preparation import Origin, preparation_limit, unqueued_end
+from penstock.service.requests.request_context import RequestContext
 from penstock.service.streaming.messages import accepted_message, finished_message, injected_message
 from penstock.service.streaming.outbox import RequestReceiver
 from penstock.service.streaming.parsed_output import ParsingReceiver
 from penstock.service.telemetry.metrics import End
 from penstock.service.telemetry.request_end import report_end
-from penstock.service.telemetry.tracing import NO_SPAN, Telemetry
+from penstock.service.telemetry.tracing import NO_SPAN
 
 _log = logging.getLogger(__name__)
 
@@ -66,18 +64,6 @@ ORDER_WAIT_S = 0.02
 """How long a prepared request waits for the one before it on its stream. After that it may overtake a long prompt."""
 MAX_EARLY_UPDATES = 16
 """The maximum number of updates that wait until a request's prompt is tokenized."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestContext:
-    """The parts of the service that every request needs."""
-
-    engine: Engine
-    request_builder: RequestBuilder
-    telemetry: Telemetry
-    conversations: ContextStore
-    open_prompts: OpenPromptConfig
-    idempotency_keys: IdempotencyKeys
 
 
 class RequestLifecycle:
@@ -115,12 +101,14 @@ class RequestLifecycle:
         self._request_context = request_context
         self._client_request_id = start.client_request_id
         self._continues = start.continue_from
+        self._session_id = start.session_id
         self._principal = principal
         self.tenant = principal.tenant
         self._receiver = receiver
         self._on_end = on_end
         self._answer = answer
         self._arrival = time.monotonic()
+        self._committed = 0.0
         self._operation = "chat" if start.HasField("chat") else "text_completion"
         self._meter = request_context.telemetry.metrics.request(self._arrival)
         if start.HasField("timeout_ms"):
@@ -163,8 +151,11 @@ class RequestLifecycle:
             if self._idempotency_key:
                 self._request_context.idempotency_keys.begin(self.tenant, self._idempotency_key, self.request_id)
             self._span = self._request_context.telemetry.request(
-                self.request_id, self.tenant, self._operation, start.traceparent
+                self.request_id, self.tenant, self._operation, start.traceparent, start.session_id
             )
+            if self._session_id:
+                returns = self._request_context.conversations.return_times
+                returns.began(self.tenant, self._session_id, counts_for_tenant=not self._continues)
             if start.open:
                 if self._request_context.engine.is_draining:
                     raise ServiceError(Reason.DRAINING)
@@ -184,6 +175,7 @@ class RequestLifecycle:
             prompt = self._open.committed()
             self._operation = "chat" if self._open.is_chat else "text_completion"
             self._close_prompt()
+            self._committed = time.monotonic()
             self._prepare(partial(prompt.prepare, self._request_context.request_builder), self._context(), after)
         except Exception as error:
             self._refuse(error)
@@ -272,7 +264,7 @@ class RequestLifecycle:
             self._refuse(error)
 
     async def _prepared(self, prepare: Prepare, context: StoredContext | None) -> PreparedRequest:
-        origin = Origin(self.request_id, self.tenant, self._arrival, self._deadline)
+        origin = Origin(self.request_id, self.tenant, self._arrival, self._deadline, self._committed)
         try:
             async with preparation_limit(self._deadline, "the prompt was tokenized") as self._limit:
                 return await prepare(origin, self._on_event, self._answer, context)
@@ -378,12 +370,15 @@ class RequestLifecycle:
     def _keep(self, context: Context) -> bool:
         assert self._request is not None
         conversations, wanted = self._request_context.conversations, self._request.retain_s > 0
+        if self._session_id:
+            conversations.return_times.ended(self.tenant, self._session_id)
         return conversations.keep(self.request_id, self.tenant, context, wanted=wanted, continues=self._continues)
 
     def _report(self, finished: RequestFinished) -> None:
         end = End(
             request_id=self.request_id,
             client_request_id=self._client_request_id,
+            session_id=self._session_id,
             tenant=self.tenant,
             operation=self._operation,
             finished=finished,

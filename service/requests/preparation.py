@@ -24,6 +24,8 @@ class Origin:
     tenant: str
     arrival: float
     deadline: float | None = None
+    committed: float = 0.0
+    """The time at which its open prompt was committed, if it was open."""
 
 
 @asynccontextmanager

@@ -8,23 +8,27 @@ ends, for any reason, all live requests of its stream end too.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from io import StringIO
 from typing import Any
 
 import grpc
 
 import penstock.v1 as pb
+from penstock.clients.host.routing_headers import RoutingHeaders
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.request import EngineFinishReason, PromptLogprobsChunk, SequenceDelta
 from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.errors import Reason, ServiceError, StatusError, ending_status, invalid, with_finished
 from penstock.service.requests.generate import ResponseMode
-from penstock.service.requests.lifecycle import RequestContext, RequestLifecycle
+from penstock.service.requests.lifecycle import RequestLifecycle
 from penstock.service.requests.preparation import Origin
+from penstock.service.requests.request_context import RequestContext
 from penstock.service.rpc.frame_dispatcher import FrameDispatcher
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.rpc.load_report import current_cost
+from penstock.service.rpc.routing_metadata import ROUTING_METADATA, RoutingMetadata
 from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
 from penstock.service.streaming.messages import (
     SERVICE_STATES,
@@ -45,8 +49,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class GenerationService(pb_grpc.GenerationServiceServicer):
     """The servicer, and the register of live requests."""
 
-    def __init__(self, request_context: RequestContext, validator: Validator, heartbeat_s: float = HEARTBEAT_S) -> None:
+    def __init__(
+        self,
+        request_context: RequestContext,
+        validator: Validator,
+        heartbeat_s: float = HEARTBEAT_S,
+        metadata: RoutingMetadata = ROUTING_METADATA,
+    ) -> None:
         self._request_context = request_context
+        self._metadata = metadata
         self._validator = validator
         self._heartbeat_s = heartbeat_s
         self._pacer = WritePacer()
@@ -66,9 +77,10 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self, request_iterator: AsyncIterator[pb.GenerateRequest], context: Context
     ) -> None:
         """Serves many requests, until the client half-closes and the last request has ended."""
+        headers = self._metadata.read(context)
         await context.send_initial_metadata(())
         outbox = self._new_outbox(context.write, stream_message, lambda held: stream.hold(held))  # noqa: PLW0108
-        stream = FrameDispatcher(self.new_request, outbox, self._validator)
+        stream = FrameDispatcher(partial(self.new_request, headers=headers), outbox, self._validator)
         self._outboxes.add(outbox)
         outbox.begin_beats()
         reader = asyncio.create_task(stream.read(request_iterator))
@@ -127,6 +139,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: Context) -> pb.PrefetchResponse:
         start = _required(request)
+        self._metadata.fill(start, self._metadata.read(context))
         tenant, warm_up = self._charged_tenant(start.tenant), self._request_context.open_prompts.warm_up
         self._validator.check(request)
         time_left_s, arrival = context.time_remaining(), time.monotonic()
@@ -145,6 +158,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         )
 
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
+        self._metadata.fill(request, self._metadata.read(context))
         tenant = self._charged_tenant(request.tenant)  # first: a refusal counts too
         self._validator.check(request)
         unknown: list[str] = []
@@ -169,9 +183,12 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         on_end: Callable[[RequestLifecycle], None],
         call: Context | None = None,
         answer: ResponseMode = ResponseMode.STREAMED,
+        headers: RoutingHeaders | None = None,
     ) -> RequestLifecycle:
         """Creates a request of the current caller and registers it until it ends. ``call`` is its single-request call,
-        if any, whose id and deadline it takes."""
+        if any, whose id, deadline and metadata it takes; otherwise ``headers`` are those of its stream. Raises
+        ServiceError."""
+        self._metadata.fill(start, self._metadata.read(call) if headers is None else headers)
         cost = current_cost.get()
 
         def unregister(live: RequestLifecycle) -> None:

@@ -22,6 +22,7 @@ from penstock.service.errors import Reason, ServiceError, StatusError, code_of, 
 from penstock.service.requests.preparation import Origin, preparation_limit, unqueued_end
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.rpc.load_report import current_cost
+from penstock.service.rpc.routing_metadata import ROUTING_METADATA, RoutingMetadata
 from penstock.service.telemetry.metrics import End
 from penstock.service.telemetry.request_end import report_end
 from penstock.service.telemetry.tracing import NO_SPAN, Telemetry
@@ -84,9 +85,10 @@ class StreamedResponseBuilder(PooledRequestBuilder[RequestT_contra], Protocol[Re
 class PooledCalls:
     """Serves the calls, and knows those that are live."""
 
-    def __init__(self, engine: Engine, telemetry: Telemetry) -> None:
+    def __init__(self, engine: Engine, telemetry: Telemetry, metadata: RoutingMetadata = ROUTING_METADATA) -> None:
         self._engine = engine
         self._telemetry = telemetry
+        self._metadata = metadata
         self._live: set[_LiveCall] = set()
         self._kept_bytes = 0
         """The bytes of all vectors that are computed and not sent yet."""
@@ -147,6 +149,7 @@ class PooledCalls:
     def _begin(
         self, builder: PooledRequestBuilder[Any], request: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> "_LiveCall":
+        self._metadata.fill(request, self._metadata.read(context))
         return _LiveCall(self._engine, self._telemetry, builder, request, context.time_remaining(), self.count)
 
     async def _run(self, live: "_LiveCall", deliver: Callable[[], Awaitable[Any]]) -> Any:

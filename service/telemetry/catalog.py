@@ -127,6 +127,10 @@ INSTRUMENTS = (
                "Rows that gave up their blocks to other rows."),
     Instrument("penstock.rows_sat_out", COUNTER, "{row}", lambda now: now.counters.rows_sat_out,
                "Rows that a step left out because their tenant had its share of it, summed over all steps."),
+    Instrument("penstock.kv_events.batches", COUNTER, "{batch}", lambda now: now.metrics.read_kv_batches()[0],
+               "Batches of KV events for ZeroMQ."),
+    Instrument("penstock.kv_events.dropped_batches", COUNTER, "{batch}", lambda now: now.metrics.read_kv_batches()[1],
+               "Those that were not published, because too many waited; subscribers see a gap."),
     Instrument("penstock.worker_restarts", COUNTER, "{restart}", lambda now: now.stats.restarts,
                "Workers that were replaced."),
 

@@ -7,6 +7,7 @@ and names; never a prompt, an output or a key.
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
@@ -80,6 +81,8 @@ class Metrics:
         """Mean of a request, from its second token on."""
         self.prompt_tokens = Histogram(TOKEN_BOUNDS)
         self.output_tokens = Histogram(TOKEN_BOUNDS)
+        self.read_kv_batches: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Returns the batches of KV events, and those of them that were not published."""
         self.operations: dict[str, OperationTimes] = {}
         self.ends: Counter[tuple[str, str]] = Counter()
         """Ended requests by the names of status and reason."""
@@ -168,6 +171,7 @@ class End:
     code: grpc.StatusCode
     was_accepted: bool
     """Whether it entered the queue."""
+    session_id: str = ""
 
     @property
     def reason(self) -> str:

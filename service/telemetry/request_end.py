@@ -22,6 +22,7 @@ def report_end(span: RequestSpan, metrics: Metrics, end: End) -> None:
     data: dict[str, object] = {
         "request_id": end.request_id,
         "client_request_id": end.client_request_id[:128],
+        "session_id": end.session_id[:128],
         "tenant": end.tenant,
         "operation": end.operation,
         "code": code.name,
@@ -40,7 +41,8 @@ def report_end(span: RequestSpan, metrics: Metrics, end: End) -> None:
     }
     if span.trace_id:
         data["trace_id"] = span.trace_id
-    line = "request %(request_id)s (tenant %(tenant)s, client id %(client_request_id)r): %(reason)s"
+    line = "request %(request_id)s (tenant %(tenant)s, client id %(client_request_id)r"
+    line += ", session %(session_id)r): %(reason)s" if end.session_id else "): %(reason)s"
     if field:
         line += " at %(field)s"
     line += ", %(code)s after %(total_ms)d ms; tokens: prompt %(prompt_tokens)d, cached %(cached_tokens)d, "

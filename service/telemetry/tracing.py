@@ -73,7 +73,9 @@ class Telemetry:
                 raise
             _end_call(span, grpc.StatusCode.OK)
 
-    def request(self, request_id: str, tenant: str, operation: str, traceparent: str) -> "RequestSpan":
+    def request(
+        self, request_id: str, tenant: str, operation: str, traceparent: str, session_id: str = ""
+    ) -> "RequestSpan":
         """Opens the span of one request; ``operation`` is as in ``metrics.End``.
 
         It is a child of ``traceparent`` if the request names one, and otherwise of its call's span. A request that
@@ -88,6 +90,8 @@ class Telemetry:
             "penstock.request_id": request_id,
             "penstock.tenant": tenant,
         }
+        if session_id:
+            attributes["gen_ai.conversation.id"] = session_id
         parent, kind = otel_context.get_current(), SpanKind.INTERNAL
         links: list[Link] = []
         if traceparent != call.traceparent if traceparent else call.is_shared and not call.traceparent:

@@ -27,6 +27,7 @@ IDS_AND_NAMES = {
     "removed_hashes",
     "request_id",
     "request_ids",
+    "session_id",
     "stream_id",
     "tenant",
     "traceparent",

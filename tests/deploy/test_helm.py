@@ -343,6 +343,7 @@ def test_a_pools_pods_have_its_labels(render: Render) -> None:
     selected = find(manifests, "InferencePool")["spec"]["selector"]["matchLabels"]
     labels = find(manifests, "StatefulSet")["spec"]["template"]["metadata"]["labels"]
     assert selected["llm-d.ai/inferenceServing"] == "true"
+    assert selected["llm-d.ai/engine-type"] == "vllm"
     assert selected.items() <= labels.items()
     number = find(manifests, "InferencePool")["spec"]["targetPorts"][0]["number"]
     assert str(number) == environment(container(manifests))["PENSTOCK_SERVE_HTTP_PORT"]

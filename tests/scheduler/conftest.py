@@ -103,6 +103,8 @@ class World:
             max_drafts=rng.choice((0, 0, 2, 5)),
             grammar=rng.choice(("", "", "g", " ", "   ")),
             is_warm_up=rng.random() < 0.1,
+            first_token_target=rng.choice((None, self.now + rng.randint(1, 200))),
+            target_itl_s=rng.choice((None, 1.5, 30.0)),
         )
         own = [name for name in self.alive() if self.received[name].request.tenant == request.tenant]
         request.supersedes = rng.choice([*own, ""]) if rng.random() < 0.2 else ""

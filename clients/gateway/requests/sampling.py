@@ -13,7 +13,7 @@ from penstock.clients.gateway.schemas.common import GenerationBody
 from penstock.clients.gateway.schemas.unsupported import model_not_found, shown
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.tracing import traceparent
-from penstock.clients.gateway.upstream.caller_headers import idempotency_key
+from penstock.clients.gateway.upstream.caller_headers import fill_routing, idempotency_key
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.requests import timeout_ms
 
@@ -37,7 +37,8 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 def new_start(body: GenerationBody, headers: Headers, settings: GatewaySettings) -> pb.GenerationStart:
-    """Returns a request without its prompt: deadline, priority, and the caller's id and key. Raises GatewayError."""
+    """Returns a request without its prompt: deadline, priority, targets, and the caller's ids and key. Raises
+    GatewayError."""
     timeout_s = settings.request_timeout_s
     start = pb.GenerationStart(
         timeout_ms=None if timeout_s is None else timeout_ms(timeout_s),
@@ -48,6 +49,7 @@ def new_start(body: GenerationBody, headers: Headers, settings: GatewaySettings)
         idempotency_key=idempotency_key(headers),
     )
     fill_truncation(start, body)
+    fill_routing(start, headers, settings)
     return start
 
 

@@ -31,6 +31,7 @@ from penstock.clients.gateway.schemas.classification import (
     ScoreRequest,
 )
 from penstock.clients.gateway.tracing import traceparent
+from penstock.clients.gateway.upstream.caller_headers import fill_routing
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.v1 import Usage
 
@@ -108,6 +109,7 @@ async def _call(
     message.traceparent = traceparent()
     message.client_request_id = client_request_id(body.request_id, request.headers.get("x-request-id"))
     fill_truncation(message, body)
+    fill_routing(message, request.headers, caller.settings)
     with renaming(partial(caller_name, names=(*names, *_OWN_NAMES))):
         return await while_connected(request, caller.call(method, message, is_short=False))
 

@@ -28,6 +28,7 @@ from penstock.clients.gateway.schemas.common import Prompts, is_single
 from penstock.clients.gateway.schemas.embeddings import EmbeddingResponse, EmbeddingsRequest
 from penstock.clients.gateway.tracing import traceparent
 from penstock.clients.gateway.traffic import GONE
+from penstock.clients.gateway.upstream.caller_headers import fill_routing
 from penstock.v1 import TokenIds
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ def make_router() -> APIRouter:
         """Returns a vector for each text."""
         check_model(body.model, caller)
         message = embed_request(body, request.headers, caller.tenant)
+        fill_routing(message, request.headers, caller.settings)
         names = (*input_names(body.input), ("client_request_id", "request_id"))
         messages = caller.stream(caller.stubs.embedding.Embed, message)
         with renaming(partial(caller_name, names=names)):

@@ -57,7 +57,8 @@ scores and reranking as in vLLM.
 
 Send the service's key as `Authorization: Bearer KEY`, if it requires one. An error is `{"error": {"message", "type",
 "param", "code"}}`; with 429 and 503 the header `Retry-After` has the time to wait. Every response has an
-`x-request-id`, which is the service's own if the request reached it. `traceparent` names the trace of the request.
+`x-request-id`, which is the service's own if the request reached it. `traceparent` names the trace of the request,
+`x-session-id` its conversation. `x-slo-ttft-ms` and `x-slo-tpot-ms` are targets for the first token and between tokens.
 """
 
 _log = logging.getLogger(__name__)

@@ -69,6 +69,7 @@ def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
         requires_tenant=arguments.require_tenant_header,
         max_bodies_bytes=_max_bodies_mib(arguments) << 20,
         ignores_unknown_fields=arguments.unknown_fields == "ignore",
+        objectives=arguments.objectives,
     )
 
 

@@ -9,6 +9,7 @@ from penstock.clients.cli.command_parser import CommandParser, reporting
 from penstock.clients.cli.options import TARGET_VARIABLE, add_connection_flags, default_target
 from penstock.clients.gateway.origins import read_origins
 from penstock.clients.host.allowed_hosts import read_hosts
+from penstock.clients.host.routing_headers import read_objectives
 
 _EXAMPLES = """\
 examples:
@@ -129,6 +130,11 @@ def _add_request_flags(flags: "argparse._ArgumentGroup") -> None:
     flags.add_argument(
         "--require-tenant-header", action="store_true",
         help="refuse requests without that header, which otherwise run as the gateway's own tenant (default: off)",
+    )  # fmt: skip
+    flags.add_argument(
+        "--objectives", type=reporting(read_objectives), default={}, metavar="JSON",
+        help="priorities of the objectives that x-llm-d-inference-objective names, lower first, such as "
+        '{"interactive": -10, "batch": 10}; they count under the service\'s priority policy (default: none)',
     )  # fmt: skip
     flags.add_argument(
         "--max-callers", type=_number(1, 10_000), default=64, metavar="N",

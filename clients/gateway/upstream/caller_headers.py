@@ -1,13 +1,16 @@
-"""Reads a caller's headers: its key, its tenant, and its key of a request. Each may occur only once, since a proxy may
-have added its own to the caller's."""
+"""Reads a caller's headers: its key, its tenant, its key of a request, and what gateways before this one say about the
+request. Each may occur only once, since a proxy may have added its own to the caller's."""
 
 import re
+from collections.abc import Mapping
 
+from google.protobuf.message import Message
 from starlette.datastructures import Headers
 
 from penstock.clients.gateway.errors import GatewayError, invalid
 from penstock.clients.gateway.field_names import IDEMPOTENCY_KEY
 from penstock.clients.gateway.settings import GatewaySettings
+from penstock.clients.host.routing_headers import RoutingHeaderError, RoutingHeaders
 
 _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_KEY_BYTES = 8192
@@ -65,3 +68,24 @@ def idempotency_key(headers: Headers) -> str:
         problem = f"must have 1 to {_MAX_IDEMPOTENCY_KEY_BYTES} characters of printable ASCII"
         raise invalid(IDEMPOTENCY_KEY, problem)
     return key
+
+
+def fairness_tenant(headers: Headers) -> str:
+    """Returns the tenant that a gateway names for fairness, which counts only if the key may act for others; empty if
+    it names none. Raises GatewayError."""
+    try:
+        return RoutingHeaders.read(headers.items()).tenant
+    except RoutingHeaderError as error:
+        raise _refused(error) from None
+
+
+def fill_routing(message: Message, headers: Mapping[str, str], settings: GatewaySettings) -> None:
+    """Sets the priority, targets and ids that headers name, in fields that are not set. Raises GatewayError."""
+    try:
+        RoutingHeaders.read(headers.items()).fill(message, settings.objectives, may_act_for_others=False)
+    except RoutingHeaderError as error:
+        raise _refused(error) from None
+
+
+def _refused(error: RoutingHeaderError) -> GatewayError:
+    return GatewayError(400, str(error), param=error.header, code="invalid_header")

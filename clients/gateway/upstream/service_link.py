@@ -24,7 +24,7 @@ from penstock.clients.gateway.errors import GatewayError, try_again
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.tracing import trace_metadata
 from penstock.clients.gateway.upstream.body_budget import BodyInMemory
-from penstock.clients.gateway.upstream.caller_headers import bearer_key, named_tenant
+from penstock.clients.gateway.upstream.caller_headers import bearer_key, fairness_tenant, named_tenant
 from penstock.clients.gateway.upstream.load_reports import LoadReports, load_header
 from penstock.clients.gateway.upstream.places import Identity, Metadata, PlaceName, SharedStream
 from penstock.clients.gateway.upstream.refusal_rates import RefusalRates
@@ -194,15 +194,25 @@ class ServiceLink:
         shown = bearer_key(headers)
         key = self.settings.service.api_key or shown
         tenant = named_tenant(headers, self.settings)
+        identity = await self._identity(key, tenant)
+        place = self._place_of(identity)
+        # Under the gateway's own key, any caller could name any tenant: then only the operator's header counts.
+        may_act = identity.response.may_act_for_others and self.settings.service.api_key is None
+        if may_act and not tenant and (tenant := fairness_tenant(headers)):
+            identity = await self._identity(key, tenant)
+            place = self._place_of(identity)
+        place.last_used = time.monotonic()
+        return UpstreamCaller(self, identity, place)
+
+    async def _identity(self, key: str | None, tenant: str) -> Identity:
+        """Returns the identity of a key, or of a tenant that it acts for, once the service has accepted it. Raises
+        RequestFailed."""
         name = hashlib.sha256(f"{key or ''}\n{tenant}".encode()).digest()
         identity = self._identities.get(name)
         if identity is None:
             identity = Identity(name, key, tenant, self._fetch_model, self.settings.recheck_caller_s)
         await self._check(identity)
-        identity = self._identities.get(name, identity)  # another request may have just added it
-        place = self._place_of(identity)
-        place.last_used = time.monotonic()
-        return UpstreamCaller(self, identity, place)
+        return self._identities.get(name, identity)  # another request may have just added it
 
     async def is_serving(self) -> bool:
         """Whether the service accepts requests; False if it does not respond."""

@@ -146,7 +146,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_QUEUE_FULL: _ErrorReason.ValueType  # 31
     """Too many requests, prompt tokens or inputs to embed or classify are waiting. Retry after the delay, usually 1 s."""
     ERROR_REASON_OVERLOADED: _ErrorReason.ValueType  # 32
-    """The service predicts that the request would miss its deadline. Retry after the delay, or allow more time."""
+    """The service predicts that the request would miss its deadline or its target for the first token. Retry after the
+    delay, or allow more time.
+    """
     ERROR_REASON_TENANT_BUSY: _ErrorReason.ValueType  # 33
     """The tenant has as many live requests as its `max_live_requests` allows. Retry when one has ended."""
     ERROR_REASON_TENANT_RATE: _ErrorReason.ValueType  # 34
@@ -292,7 +294,9 @@ the token.
 ERROR_REASON_QUEUE_FULL: ErrorReason.ValueType  # 31
 """Too many requests, prompt tokens or inputs to embed or classify are waiting. Retry after the delay, usually 1 s."""
 ERROR_REASON_OVERLOADED: ErrorReason.ValueType  # 32
-"""The service predicts that the request would miss its deadline. Retry after the delay, or allow more time."""
+"""The service predicts that the request would miss its deadline or its target for the first token. Retry after the
+delay, or allow more time.
+"""
 ERROR_REASON_TENANT_BUSY: ErrorReason.ValueType  # 33
 """The tenant has as many live requests as its `max_live_requests` allows. Retry when one has ended."""
 ERROR_REASON_TENANT_RATE: ErrorReason.ValueType  # 34

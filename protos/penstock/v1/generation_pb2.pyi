@@ -35,7 +35,8 @@ class _RetainModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RetainMode
     """Means the default of `retain_ms`."""
     RETAIN_MODE_AUTO: _RetainMode.ValueType  # 1
     """By how soon the tenant's requests continue others: twice the time within which 95 % of the last 64 did, at least 2 s
-    and at most `--conversation-ttl`; 20 s while fewer than 8 have. For agents, which mostly return within seconds.
+    and at most `--conversation-ttl`; 20 s while fewer than 8 have. For agents, which mostly return within seconds. A
+    request with the `session_id` of an ended one continues that too. Once a session has 8 such times, its own count.
     """
 
 class RetainMode(_RetainMode, metaclass=_RetainModeEnumTypeWrapper):
@@ -45,7 +46,8 @@ RETAIN_MODE_UNSPECIFIED: RetainMode.ValueType  # 0
 """Means the default of `retain_ms`."""
 RETAIN_MODE_AUTO: RetainMode.ValueType  # 1
 """By how soon the tenant's requests continue others: twice the time within which 95 % of the last 64 did, at least 2 s
-and at most `--conversation-ttl`; 20 s while fewer than 8 have. For agents, which mostly return within seconds.
+and at most `--conversation-ttl`; 20 s while fewer than 8 have. For agents, which mostly return within seconds. A
+request with the `session_id` of an ended one continues that too. Once a session has 8 such times, its own count.
 """
 Global___RetainMode: _TypeAlias = RetainMode  # noqa: Y015
 
@@ -314,6 +316,9 @@ class GenerationStart(_message.Message):
     TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     SUPERSEDES_FIELD_NUMBER: _builtins.int
+    TTFT_SLO_MS_FIELD_NUMBER: _builtins.int
+    TPOT_SLO_MS_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The client's number for the request on a Generate stream: at least 1, unique among the live requests of its stream,
     and reusable after `finished`. Required for Generate. Ignored by GenerateOne and Complete, where 0 means none.
@@ -362,7 +367,8 @@ class GenerationStart(_message.Message):
     retain_ms: _builtins.int
     """How long the KV cache of this request's context is kept after its end in preference to ordinary cache, for requests
     that continue it, in milliseconds: 0 to 86,400,000, and at most `--conversation-ttl`. Blocks that are evicted
-    nevertheless are computed again. Default: `--conversation-ttl` if `continue_from` is set, otherwise 0.
+    nevertheless are computed again. Default: `--conversation-ttl` if `continue_from` is set, otherwise the time of
+    RETAIN_MODE_AUTO if `session_id` is set, otherwise 0.
     """
     retain_mode: Global___RetainMode.ValueType
     """How that time is chosen if `retain_ms` is not set. Default: that of `retain_ms`."""
@@ -387,6 +393,24 @@ class GenerationStart(_message.Message):
     replace, but did not because it was never accepted, is replaced too. INVALID_ARGUMENT for the request's own ref and
     for a request of another tenant. A ref that is not live is ignored: the request may just have ended. Only for
     Generate. Default: 0, none.
+    """
+    ttft_slo_ms: _builtins.int
+    """The target for the time from arrival, or from the commit of an open prompt, to the first token, in milliseconds: 1
+    to 86,400,000. Among requests with the same priority, and under `fair` among those of a tenant, the one with the
+    earliest target runs first; one without a target waits as if it had 60 s. A request whose first token is predicted
+    to come later than its target is refused with OVERLOADED. A target that is missed later ends nothing; see
+    `timeout_ms` for that. Default: the metadata `x-slo-ttft-ms`, or none.
+    """
+    tpot_slo_ms: _builtins.int
+    """The target for the time between two tokens of the output, in milliseconds: 1 to 60,000. Steps with a row of this
+    request compute only as much of other prompts as the target allows. Default: the metadata `x-slo-tpot-ms`, or the
+    service's `--target-itl`.
+    """
+    session_id: _builtins.str
+    """The caller's id of the conversation that the request belongs to, 1 to 128 bytes of printable ASCII. Without
+    `retain_ms`, the KV of its context is retained for as long as RETAIN_MODE_AUTO chooses, by how soon the requests of
+    this conversation have followed each other. Appears in logs and spans. Default: the metadata `x-session-id`, or
+    none.
     """
     @_builtins.property
     def token_ids(self) -> _prompt_pb2.TokenIds:
@@ -438,10 +462,13 @@ class GenerationStart(_message.Message):
         truncation_side: _prompt_pb2.TruncationSide.ValueType = ...,
         prediction: Global___Prediction | None = ...,
         supersedes: _builtins.int = ...,
+        ttft_slo_ms: _builtins.int | None = ...,
+        tpot_slo_ms: _builtins.int | None = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "constraint", b"constraint", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_tpot_slo_ms", b"_tpot_slo_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_ttft_slo_ms", b"_ttft_slo_ms", "chat", b"chat", "constraint", b"constraint", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "tpot_slo_ms", b"tpot_slo_ms", "truncate_prompt_tokens", b"truncate_prompt_tokens", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "chat", b"chat", "client_request_id", b"client_request_id", "constraint", b"constraint", "continue_from", b"continue_from", "idempotency_key", b"idempotency_key", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "open", b"open", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "retain_mode", b"retain_mode", "retain_ms", b"retain_ms", "sampling", b"sampling", "supersedes", b"supersedes", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_tpot_slo_ms", b"_tpot_slo_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_ttft_slo_ms", b"_ttft_slo_ms", "chat", b"chat", "client_request_id", b"client_request_id", "constraint", b"constraint", "continue_from", b"continue_from", "idempotency_key", b"idempotency_key", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "open", b"open", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "retain_mode", b"retain_mode", "retain_ms", b"retain_ms", "sampling", b"sampling", "session_id", b"session_id", "supersedes", b"supersedes", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "tpot_slo_ms", b"tpot_slo_ms", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
@@ -451,8 +478,12 @@ class GenerationStart(_message.Message):
     _WhichOneofArgType__retain_ms: _TypeAlias = _typing.Literal["_retain_ms", b"_retain_ms"]  # noqa: Y015
     _WhichOneofReturnType__timeout_ms: _TypeAlias = _typing.Literal["timeout_ms"]  # noqa: Y015
     _WhichOneofArgType__timeout_ms: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms"]  # noqa: Y015
+    _WhichOneofReturnType__tpot_slo_ms: _TypeAlias = _typing.Literal["tpot_slo_ms"]  # noqa: Y015
+    _WhichOneofArgType__tpot_slo_ms: _TypeAlias = _typing.Literal["_tpot_slo_ms", b"_tpot_slo_ms"]  # noqa: Y015
     _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_slo_ms: _TypeAlias = _typing.Literal["ttft_slo_ms"]  # noqa: Y015
+    _WhichOneofArgType__ttft_slo_ms: _TypeAlias = _typing.Literal["_ttft_slo_ms", b"_ttft_slo_ms"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
@@ -464,7 +495,11 @@ class GenerationStart(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_ms) -> _WhichOneofReturnType__timeout_ms | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_slo_ms) -> _WhichOneofReturnType__tpot_slo_ms | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_slo_ms) -> _WhichOneofReturnType__ttft_slo_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 

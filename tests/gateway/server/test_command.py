@@ -62,6 +62,7 @@ def test_help_has_examples_and_every_flag(capsys):
             "a tenant takes at most half of it, where a body of --max-body-mib 100 must fit; give at least 200",
         ),
         (["--allowed-hosts", "a.example:80"], "--allowed-hosts: must be names without a port, separated by commas"),
+        (["--objectives", "[]"], "--objectives: must be an object with a priority for each name, such as"),
         (["--host", ""], "; choose another with --host, such as 127.0.0.1"),
         (["--fd", "1000000"], "cannot listen on --fd 1000000: Bad file descriptor; give the number of an open socket"),
         (["--unix-socket", "/tmp/" + "x" * 200], "AF_UNIX path too long; choose another path"),
@@ -102,6 +103,10 @@ def test_a_port_in_use_is_named(capsys):
 )
 def test_an_address_that_other_machines_can_reach_is_known(flags, address):
     assert gateway_settings(make_parser().parse_args(flags)).exposed_address == address
+
+
+def test_the_priorities_of_objectives_are_set():
+    assert gateway_settings(make_parser().parse_args(['--objectives={"batch": 10}'])).objectives == {"batch": 10}
 
 
 class FakeLink:

@@ -13,6 +13,7 @@ from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import WorkerFacts
 from penstock.service.app import prepare, serve
+from penstock.service.config.flags import ConfigError
 from penstock.service.config.serve_config import ServeConfig
 
 GPU = Gpu("NVIDIA H200", 141 << 30, 140 << 30, "570.1", "9.0")
@@ -21,6 +22,14 @@ GPU = Gpu("NVIDIA H200", 141 << 30, 140 << 30, "570.1", "9.0")
 def worker_of(monkeypatch, machine, **flags):
     monkeypatch.setattr(prepare, "inspect_machine", lambda: machine)
     return prepare.prepare(ServeConfig(port=0, **flags)).worker
+
+
+def test_the_priorities_of_objectives_reach_the_service_and_its_gateway():
+    config = ServeConfig(port=0, objectives='{"batch": 10}')
+    assert prepare.prepare(config).server.objectives == {"batch": 10}
+    assert '--objectives={"batch": 10}' in prepare.http_options(config)
+    with pytest.raises(ConfigError, match="--objectives: batch: the priority must be a whole number"):
+        ServeConfig(objectives='{"batch": "last"}')
 
 
 def test_the_worker_keeps_to_the_limits_of_the_control_groups_around_it(tmp_path, monkeypatch):

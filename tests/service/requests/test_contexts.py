@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 
 from penstock.scheduler.request import Context
-from penstock.service.requests import contexts as conversations
+from penstock.service.requests import contexts as conversations, return_times
 from penstock.service.requests.contexts import FULL_TENANTS, ContextStore
 from penstock.service.requests.return_times import MAX_TENANTS, NUM_KEPT, NUM_NEEDED, SHORTEST_S, UNKNOWN_S, ReturnTimes
 
@@ -193,6 +193,41 @@ def test_return_times_decide_how_long_kv_is_retained():
         assert contexts.find(str(number), "a") is not None  # only the first return counts
     assert contexts.return_times.retain_s("a") == 6.0
     assert contexts.return_times.retain_s("b") == UNKNOWN_S
+
+
+def test_a_session_has_return_times_of_its_own_once_it_has_enough():
+    now = [0.0]
+    times = ReturnTimes(lambda: now[0])
+
+    def turns(session, seconds, number, counts_for_tenant=True):
+        for _ in range(number):
+            times.ended("a", session)
+            now[0] += seconds
+            times.began("a", session, counts_for_tenant=counts_for_tenant)
+            times.began("a", session, counts_for_tenant=counts_for_tenant)  # only the first return counts
+        times.ended("a", session)
+
+    turns("slow", 30.0, NUM_NEEDED - 1)
+    assert times.retain_s("a", "slow") == times.retain_s("a") == UNKNOWN_S
+    turns("slow", 30.0, 1)
+    assert times.retain_s("a", "slow") == 60.0
+    turns("fast", 2.0, NUM_NEEDED, counts_for_tenant=False)
+    assert times.retain_s("a", "fast") == 4.0
+    assert times.retain_s("a", "new") == times.retain_s("a") == 60.0, "by the tenant's other sessions"
+    assert times.retain_s("b", "fast") == UNKNOWN_S, "a session is its tenant's"
+
+
+def test_the_sessions_of_which_times_are_kept_are_limited(monkeypatch):
+    monkeypatch.setattr(return_times, "MAX_SESSIONS", 3)
+    times = ReturnTimes()
+    for number in range(9):
+        times.ended("a", str(number))
+    assert len(times._ended) == 3
+    for number in range(9):
+        times.ended("a", str(number))
+        times.began("a", str(number), counts_for_tenant=False)
+    assert len(times._by_session) == 3
+    assert not times._ended, "all were continued"
 
 
 def test_return_times_of_the_last_returns_and_tenants_only():

@@ -43,6 +43,7 @@ async def test_a_requests_end_has_its_fields(start_service, data_of):
     assert data == {
         "request_id": response.request_id,
         "client_request_id": "mine",
+        "session_id": "",
         "tenant": "default",
         "operation": "text_completion",
         "code": "OK",

@@ -40,6 +40,15 @@ def parent_of(span):
     return trace.format_trace_id(span.context.trace_id), trace.format_span_id(span.parent.span_id)
 
 
+async def test_a_session_is_the_conversation_of_its_span(start_service, spans):
+    service = await start_service()
+    request = pb.CompleteRequest(start=start())
+    await service.generation.Complete(request, metadata=[("x-session-id", "talk")])
+    await service.generation.Complete(request)
+    found = [span.attributes.get("gen_ai.conversation.id") for span in spans() if "text_completion" in span.name]
+    assert found == ["talk", None]
+
+
 async def test_a_call_is_a_child_of_its_caller(start_service, spans):
     service = await start_service()
     metadata = (("traceparent", TRACEPARENT),)
