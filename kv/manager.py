@@ -149,18 +149,24 @@ class KVCacheManager:
         return whereabouts
 
     def publish(
-        self, block_ids: Sequence[int], hashes: Sequence[bytes], start: int, stop: int, token_ids: Sequence[int]
+        self,
+        block_ids: Sequence[int],
+        hashes: Sequence[bytes],
+        start: int,
+        stop: int,
+        token_ids: Sequence[int],
+        tenant: str = "",
     ) -> None:
         """Lets blocks ``start`` to ``stop`` of a table be found: every later plan may read their KV.
 
-        ``hashes`` and ``token_ids`` are those of the whole sequence, like the table.
+        ``hashes`` and ``token_ids`` are those of the whole sequence, like the table. ``tenant`` is whose it is.
         """
         size = self.block_size
         for index in range(start, min(stop, len(hashes))):
             block_hash = hashes[index]
             if self.pool.publish(block_ids[index], block_hash) and block_hash not in self.host:
                 parent = hashes[index - 1] if index else b""
-                self.events.stored(block_hash, parent, token_ids[index * size : (index + 1) * size])
+                self.events.stored(block_hash, parent, token_ids[index * size : (index + 1) * size], tenant)
         self.wanted.refresh(hashes[start:stop])
 
     def flush(self) -> int:

@@ -385,6 +385,9 @@ class Engine:
             stats.requests = len(scheduler.requests)
             stats.running = len(scheduler.running)
             stats.waiting = len(scheduler.waiting)
+            stats.waiting_tokens = round(scheduler.waiting.work.tokens)
+            prefilling = sum(row.prefill_end - row.num_planned for row in scheduler.running.prefilling)
+            stats.prefill_tokens_left = stats.waiting_tokens + prefilling
             stats.kv_usage = scheduler.kv.usage
             stats.cached_blocks = scheduler.kv.pool.num_cached
             stats.stalled = scheduler.num_held

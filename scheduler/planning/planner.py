@@ -363,7 +363,8 @@ class Planner:
         kv = self.kv
         kv.extend_hashes(sequence.hashes, sequence.token_ids, num_full, sequence.live.request.hash_salt)
         start, sequence.num_published = sequence.num_published, num_full
-        kv.publish(sequence.block_ids, sequence.hashes, start, num_full, sequence.token_ids)
+        tenant = sequence.live.request.tenant
+        kv.publish(sequence.block_ids, sequence.hashes, start, num_full, sequence.token_ids, tenant)
         if sequence.state is SequenceStatus.PREFILLING:
             kv.retract(sequence, sequence.hashes[start:num_full])
 

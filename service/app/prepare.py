@@ -36,8 +36,10 @@ from penstock.service.config.addresses import (
     metrics_address,
     warn_of_exposure,
 )
+from penstock.service.config.contracts import read_contracts
 from penstock.service.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from penstock.service.config.serve_config import ServeConfig
+from penstock.service.rpc.contracts import ModelFiles
 from penstock.service.text.conversion.convert import convert_tokenizer
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.service.text.tokenizer_config import TokenizerError
@@ -108,6 +110,8 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         allowed_hosts=read_hosts(config.allowed_hosts or ""),
         scheduler=_scheduler_config(config, TenantLimitsFile() if files.tenants is None else files.tenants.value),
         max_connections=config.max_connections,
+        contracts=read_contracts(config.contracts),
+        model_files=ModelFiles(path, tokenizer),
         authenticator=files.authenticator,
         embedding=embedding,
         head=head,

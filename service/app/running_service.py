@@ -17,6 +17,7 @@ from penstock.service.admin.operations import AdminService
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.identity import IdentityInterceptor
 from penstock.service.config.addresses import Address
+from penstock.service.config.contracts import CONTRACTS
 from penstock.service.config.field_rules import ModelLimits
 from penstock.service.config.limits import Validator
 from penstock.service.requests.answer_formats import AnswerFormats
@@ -30,6 +31,7 @@ from penstock.service.requests.pooled.embed import EmbedRequestBuilder
 from penstock.service.requests.pooled.inputs import PooledInputs
 from penstock.service.requests.warm_up import PrefixWarmer
 from penstock.service.rpc.classification import ClassificationService
+from penstock.service.rpc.contracts import AddedContract, ContractParts, add_contract
 from penstock.service.rpc.embedding import EmbeddingService
 from penstock.service.rpc.generation import GenerationService
 from penstock.service.rpc.health import Health
@@ -132,6 +134,7 @@ class RunningService:
         self._max_connections = max_connections(config.max_connections)
         self._server = new_server(interceptors, max_streams, self._max_connections, self._limits.connections.cut)
         self._admin_listeners: list[AdminListener] = []
+        self._contracts: list[AddedContract] = []
         self._add_services(tokenizer, formats, health)
 
     def _add_services(self, tokenizer: Tokenizer, formats: AnswerFormats, health: Health) -> None:
@@ -160,7 +163,33 @@ class RunningService:
         model_pb2_grpc.add_ModelServiceServicer_to_server(model_service, server)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(tokenizer_service, server)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)  # type: ignore[no-untyped-call]
-        add_reflection((*SERVICES, HEALTH_SERVICE), server)
+        self._contracts = [
+            add_contract(name, self._contract_parts(embed_builder, formats, health)) for name in config.contracts
+        ]
+        add_reflection((*SERVICES, HEALTH_SERVICE, *(CONTRACTS[name].service for name in config.contracts)), server)
+
+    def _contract_parts(
+        self, embed_builder: EmbedRequestBuilder, formats: AnswerFormats, health: Health
+    ) -> ContractParts:
+        config = self._config
+        return ContractParts(
+            server=self._server,
+            model_name=config.model_name,
+            version=installed_version(),
+            engine=self._engine,
+            facts=self._facts,
+            validator=self._validator,
+            pool=self.pool,
+            generation=self.generation,
+            pooled_calls=self.pooled_calls,
+            embed_builder=embed_builder,
+            health=health,
+            recent_stats=self._recent_stats,
+            defaults=config.sampling_defaults,
+            formats=formats,
+            generates=config.generates,
+            files=config.model_files,
+        )
 
     def add_admin(self, addresses: Sequence[Address], loop_lag: LoopLag, is_going_down: Callable[[], bool]) -> None:
         """Adds admin listeners, which ``listen`` then opens too."""
@@ -197,6 +226,8 @@ class RunningService:
         """Closes all listeners. Clients have ``flush_s`` to read final messages."""
         self._limits.stop()
         self._recent_stats.stop()
+        for contract in self._contracts:
+            contract.close()
         await self._server.stop(flush_s)
         if self._bound is not None:
             self._bound.remove()

@@ -16,6 +16,7 @@ from penstock.models.executor.log_format import JSON, TEXT
 from penstock.scheduler.plan import SpeculationConfig
 from penstock.scheduler.policy import Policy
 from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
+from penstock.service.config.contracts import read_contracts
 from penstock.service.config.flag_checks import check_identity, check_listeners, host_port, read_score_tokens
 from penstock.service.config.flags import ConfigError, check, flag
 from penstock.service.config.limits import MAX_CONNECTIONS
@@ -102,6 +103,10 @@ class ServeConfig:
     max_connections: int = flag(
         MAX_CONNECTIONS, "limit on open gRPC connections; lower if the limit on open files requires it. Idle ones "
         "are closed to make room for new ones", metavar="N", low=1, high=1 << 20,
+    )  # fmt: skip
+    contracts: str | None = flag(
+        None, "contracts of other engines that the gRPC listener serves too, separated by commas: vllm is "
+        "vllm.grpc.engine.VllmEngine, for the gateway smg", metavar="NAMES", shown="none",
     )  # fmt: skip
     http_port: int | None = flag(
         None, "the port of OpenAI's API over HTTP, or HTTPS with --tls-cert, in a child process; 0 is any free port",
@@ -321,6 +326,7 @@ class ServeConfig:
                 read(text or "")
             except ValueError as error:
                 raise ConfigError(f"--allowed-{name}: {error}") from None
+        read_contracts(self.contracts)
         check_identity(self)
         if self.kv_cache_memory_bytes is not None and self.gpu_memory_utilization is not None:
             raise ConfigError(

@@ -7,7 +7,7 @@ Knows neither how the request arrived nor how its output is sent.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
@@ -96,6 +96,8 @@ class RequestLifecycle:
         self.ref = start.ref
         self.status = status_pb2.Status()
         """The request's status, after its end."""
+        self.prompt_token_ids: Sequence[int] = ()
+        """The tokens of the prompt, once it is prepared."""
         self.was_accepted = False
         """Whether it entered the queue."""
         self.preparation: asyncio.Task[None] | None = None
@@ -250,7 +252,7 @@ class RequestLifecycle:
             if after is not None and not after.done():
                 await asyncio.wait({after}, timeout=ORDER_WAIT_S)
             request.deadline = self._deadline
-            self._request = request
+            self._request, self.prompt_token_ids = request, request.prompt_token_ids
             self._request_context.engine.submit(request)
             self._catch_up()
         except (Exception, asyncio.CancelledError) as error:
@@ -379,11 +381,7 @@ class RequestLifecycle:
     def _keep(self, context: Context) -> bool:
         assert self._request is not None
         return self._request_context.conversations.keep(
-            self.request_id,
-            self._tenant,
-            context,
-            wanted=self._request.retain_s > 0,
-            continues=self._continues,
+            self.request_id, self._tenant, context, wanted=self._request.retain_s > 0, continues=self._continues
         )
 
     def _report(self, finished: RequestFinished) -> None:

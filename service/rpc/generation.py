@@ -24,13 +24,14 @@ from penstock.service.requests.generate import ResponseMode
 from penstock.service.requests.lifecycle import RequestContext, RequestLifecycle
 from penstock.service.rpc.frame_dispatcher import FrameDispatcher
 from penstock.service.rpc.interceptor import current_request_id
+from penstock.service.rpc.single_call import SingleCall
 from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
 from penstock.service.streaming.messages import (
     SERVICE_STATES,
     fill_delta,
     fill_logprobs,
-    single_message,
-    stream_message,
+    single_messages,
+    stream_messages,
 )
 from penstock.service.streaming.outbox import HEARTBEAT_S, Outbox
 from penstock.service.streaming.parsed_delta import ParsedSequenceDelta
@@ -66,7 +67,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
     ) -> None:
         """Serves many requests, until the client half-closes and the last request has ended."""
         await context.send_initial_metadata(())
-        outbox = self._new_outbox(context.write, stream_message, lambda held: stream.hold(held))  # noqa: PLW0108
+        outbox = self.new_outbox(context.write, stream_messages, lambda held: stream.hold(held))  # noqa: PLW0108
         stream = FrameDispatcher(self.new_request, outbox, self._validator)
         self._outboxes.add(outbox)
         outbox.begin_beats()
@@ -81,34 +82,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 
     async def GenerateOne(self, request: pb.GenerateOneRequest, context: Context) -> None:  # type: ignore[override]
         """Serves one request. A refusal is only the call's status, with no message before it, so proxies may retry."""
-        has_begun = False
-
-        async def write(raw: bytes) -> None:
-            nonlocal has_begun
-            if not has_begun:
-                # Sent separately: in one operation with a message that is held up, no status could overtake it.
-                has_begun = True
-                outbox.begin_beats()  # not before: a heartbeat would prevent proxies from retrying elsewhere
-                await context.send_initial_metadata(())
-            await context.write(raw)
-
-        outbox = self._new_outbox(write, single_message, lambda held: live.hold(held))  # noqa: PLW0108
-
-        def on_end(live: RequestLifecycle) -> None:
-            error = StatusError(live.status) if live.status.code else None
-            if error is not None and not live.was_accepted:
-                outbox.fail(error)
-            else:
-                outbox.close(error)
-
         start = _required(request)
-        live = self.new_request(start, outbox, on_end, context)
-        outbox.opened()
-        live.begin_request(start)
-        try:
-            await outbox.run()
-        finally:
-            live.cancel()
+        await SingleCall(self, start, context, single_messages, beats=True).run(start)
 
     async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         answer = _WholeAnswer()
@@ -200,7 +175,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         for outbox in unfinished:
             outbox.close(ServiceError(Reason.DRAINING))
 
-    def _new_outbox(self, write: Any, encode: Any, on_stall: Callable[[bool], None]) -> Outbox:
+    def new_outbox(self, write: Any, encode: Any, on_stall: Callable[[bool], None]) -> Outbox:
+        """Creates an outbox, within the limits of all streams together."""
         return Outbox(write, encode, self._pacer, self._buffer_budget, self._state, on_stall, self._heartbeat_s)
 
     def _state(self) -> "pb.ServiceState.ValueType":

@@ -151,8 +151,8 @@ class Mirror:
             self.num_cleared += 1
         for block_hash in removed:
             self.map.pop(block_hash, None)
-        for block_hash, parent_hash, token_ids in stored:
-            self.map[block_hash] = (parent_hash, token_ids)
+        for block in stored:
+            self.map[block.block_hash] = (block.parent_hash, block.token_ids)
         assert cleared or sequence >= self.sequence, "numbers go backwards"
         self.sequence = sequence
 
