@@ -39,6 +39,7 @@ _OWN_NAMES: Mapping[str, str] = {
     "constraint.lark": "sampling_params.grammar",
     "constraint.regex": "sampling_params.regex",
     "inputs": "tokenized.input_ids",
+    "inputs[0]": "tokenized",
     "inputs[0].token_ids": "tokenized",
     "inputs[0].token_ids.ids": "tokenized.input_ids",
     "output": "sampling_params",
@@ -148,12 +149,10 @@ def renamed_status(status: status_pb2.Status) -> status_pb2.Status:
 
 
 def _foreign_name(field: str) -> str:
-    known, rest = field, ""
-    while known:
-        if known in _OWN_NAMES:
-            return _OWN_NAMES[known] + rest
-        known, dot, last = known.rpartition(".")
-        rest = f"{dot}{last}{rest}"
+    """Returns the contract's name for the longest part of a field's path that has one, with the rest of the path."""
+    for name in sorted(_OWN_NAMES, key=len, reverse=True):
+        if field.startswith(name) and field[len(name) : len(name) + 1] in ("", ".", "["):
+            return _OWN_NAMES[name] + field.removeprefix(name)
     return field
 
 
