@@ -60,11 +60,9 @@ class ServeConfig:
         'max_new_tokens here is a limit for every request', metavar="JSON", shown="none", is_json=True,
     )  # fmt: skip
     chat_template: Path | None = flag(
-        None,
-        "a Jinja chat template, or the name of one of the model's own",
-        metavar="FILE|NAME",
+        None, "a Jinja chat template, or the name of one of the model's own", metavar="FILE|NAME",
         shown="the model's own",
-    )
+    )  # fmt: skip
     chat_template_timeout: float = flag(
         DEFAULT_TIMEOUT_S, "CPU time that the chat template may use for one conversation; a request that needs more "
         "fails", metavar="SECONDS", low=0.01, high=600,
@@ -105,8 +103,8 @@ class ServeConfig:
         "are closed to make room for new ones", metavar="N", low=1, high=1 << 20,
     )  # fmt: skip
     contracts: str | None = flag(
-        None, "contracts of other engines that the gRPC listener serves too, separated by commas: vllm is "
-        "vllm.grpc.engine.VllmEngine, for the gateway smg", metavar="NAMES", shown="none",
+        None, "contracts of other engines to serve too, separated by commas: vllm, which the gateway smg calls",
+        metavar="NAMES", shown="none",
     )  # fmt: skip
     http_port: int | None = flag(
         None, "the port of OpenAI's API over HTTP, or HTTPS with --tls-cert, in a child process; 0 is any free port",
