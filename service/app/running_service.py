@@ -134,7 +134,6 @@ class RunningService:
         self._max_connections = max_connections(config.max_connections)
         self._server = new_server(interceptors, max_streams, self._max_connections, self._limits.connections.cut)
         self._admin_listeners: list[AdminListener] = []
-        self._contracts: list[AddedContract] = []
         self._add_services(tokenizer, formats, health)
 
     def _add_services(self, tokenizer: Tokenizer, formats: AnswerFormats, health: Health) -> None:
@@ -163,7 +162,7 @@ class RunningService:
         model_pb2_grpc.add_ModelServiceServicer_to_server(model_service, server)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(tokenizer_service, server)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)  # type: ignore[no-untyped-call]
-        self._contracts = [
+        self._contracts: list[AddedContract] = [
             add_contract(name, self._contract_parts(embed_builder, formats, health)) for name in config.contracts
         ]
         add_reflection((*SERVICES, HEALTH_SERVICE, *(CONTRACTS[name].service for name in config.contracts)), server)

@@ -42,7 +42,7 @@ class ServerConfig:
     contracts: tuple[str, ...] = ()
     """The names of the contracts of other engines that the callers' listener serves too."""
     model_files: ModelFiles | None = None
-    """Where the model's files are, for contracts that offer them; None: not known."""
+    """The paths of the model's files, for contracts that offer them; None: not known."""
     authenticator: Authenticator = field(default_factory=AllowAll)
     tls: ServerTls | None = None
     """Applies to ``listen``, and to ``admin_listen`` if other machines can reach it."""

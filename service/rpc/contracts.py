@@ -24,7 +24,7 @@ from penstock.service.text.tokenizer import TokenizerPool
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Where the served model's files are."""
+    """The paths of the served model's files."""
 
     model: Path
     """Its directory, or its GGUF file."""

@@ -38,7 +38,7 @@ async def running_smg(folder: Path, *targets: str) -> AsyncIterator[httpx.AsyncC
     ]  # fmt: skip
     log = folder / "smg.log"
     with log.open("wb") as output:
-        process = subprocess.Popen([str(word) for word in command], stdout=output, stderr=output)
+        process = subprocess.Popen([*map(str, command)], stdout=output, stderr=output)  # noqa: ASYNC220 - it takes no time
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None) as http:
             while not await _is_ready(http, len(targets)):

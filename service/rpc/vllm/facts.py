@@ -11,7 +11,7 @@ from penstock.scheduler.engine_stats import EngineState
 from penstock.service.rpc.contracts import ContractParts
 
 _SERVER_TYPE = "vllm-grpc"
-"""By which gateways know the contract."""
+"""The name that gateways expect of a server with this contract."""
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The sampling defaults that gateways apply."""
 _FIRST_TOKEN, _AFTER_REASONING = "first_token", "after_reasoning"

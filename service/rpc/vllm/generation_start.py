@@ -57,7 +57,7 @@ def generation_start(request: vllm.GenerateRequest) -> pb.GenerationStart:
     other request."""
     for name, problem in _UNSUPPORTED.items():
         field = request.DESCRIPTOR.fields_by_name[name]
-        if getattr(request, name) if field.is_repeated else request.HasField(name):  # type: ignore[arg-type]
+        if getattr(request, name) if field.is_repeated else request.HasField(name):
             raise invalid(name, problem)
     if request.data_parallel_rank:
         raise invalid("data_parallel_rank", f"must be 0, the only rank; it is {request.data_parallel_rank}")
@@ -75,7 +75,7 @@ def generation_start(request: vllm.GenerateRequest) -> pb.GenerationStart:
     output.format = pb.OUTPUT_FORMAT_TOKEN_IDS
     output.include_special_tokens = not params.skip_special_tokens  # where a stop string contains one
     for name in ("logprobs", "prompt_logprobs"):
-        if params.HasField(name):  # type: ignore[arg-type]
+        if params.HasField(name):
             setattr(output, name, _not_negative(f"sampling_params.{name}", getattr(params, name)))
     if params.HasField("truncate_prompt_tokens"):
         start.truncate_prompt_tokens = params.truncate_prompt_tokens

@@ -26,7 +26,7 @@ HEARTBEAT_S = 1.0
 """The longest time between two loads."""
 
 
-class KvEvents:
+class KvEventStreams:
     """Serves all subscribers."""
 
     def __init__(self, log: KvEventLog, load: LoadReader) -> None:
@@ -98,7 +98,7 @@ class _Subscriber:
     """The state of one stream."""
 
     def __init__(
-        self, events: KvEvents, feed: KvFeed, load: LoadReader, context: "grpc.aio.ServicerContext[Any, Any]"
+        self, events: KvEventStreams, feed: KvFeed, load: LoadReader, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> None:
         self._events = events
         self._feed = feed

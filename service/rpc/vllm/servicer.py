@@ -21,7 +21,7 @@ from penstock.service.rpc.single_call import SingleCall, status_error
 from penstock.service.rpc.vllm.embedding import SingleEmbedBuilder, embed_request
 from penstock.service.rpc.vllm.facts import Facts
 from penstock.service.rpc.vllm.generation_start import generation_start, renamed_status
-from penstock.service.rpc.vllm.kv_events import KvEvents
+from penstock.service.rpc.vllm.kv_events import KvEventStreams
 from penstock.service.rpc.vllm.load import LoadReader
 from penstock.service.rpc.vllm.output import OutputEncoder
 from penstock.service.rpc.vllm.protocol_errors import protocol_error
@@ -38,7 +38,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 def add_to_server(parts: ContractParts) -> "VllmEngine":
     """Adds the contract to the server."""
     servicer = VllmEngine(parts)
-    vllm_grpc.add_VllmEngineServicer_to_server(servicer, parts.server)
+    vllm_grpc.add_VllmEngineServicer_to_server(servicer, parts.server)  # type: ignore[no-untyped-call]
     return servicer
 
 
@@ -50,7 +50,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
         self._engine = parts.engine
         self._facts = Facts(parts)
         self._load = LoadReader(parts.engine, parts.facts, parts.recent_stats)
-        self._kv_events = KvEvents(parts.engine.kv_events, self._load)
+        self._kv_events = KvEventStreams(parts.engine.kv_events, self._load)
         self._embed_builder = SingleEmbedBuilder(parts.embed_builder)
         self._bundle = None if parts.files is None else TokenizerBundle(parts.files, parts.pool.tokenizer)
         self._live: dict[tuple[str, str], list[_Generation]] = {}
@@ -59,9 +59,8 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
     def close(self) -> None:
         self._kv_events.close()
 
-    # The generated base class knows only handlers that yield; gRPC also accepts handlers that write.
-    async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:  # type: ignore[override]
-        """Streams chunks, if the request says so, and one complete for each choice. A request that an Abort ends has
+    async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
+        """Streams chunks, if ``stream`` is set, and one complete for each choice. A request that an Abort ends has
         completes with the reason ``abort``; any other failure is the call's status."""
         tenant = current_principal.get().tenant
         try:
@@ -110,9 +109,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
             timestamp=datetime.now(UTC).isoformat(), version=self._parts.version, dp_rank_count=1, loads=loads
         )
 
-    async def GetTokenizer(  # type: ignore[override]
-        self, request: common.GetTokenizerRequest, context: Context
-    ) -> None:
+    async def GetTokenizer(self, request: common.GetTokenizerRequest, context: Context) -> None:
         """Streams the tokenizer's files as a zip."""
         self._engine.charge(current_principal.get().tenant, Rated.TOKENIZER_CALL)
         if self._bundle is None:
@@ -122,9 +119,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
         for chunk in chunks:
             await write(context, chunk)
 
-    async def SubscribeKvEvents(  # type: ignore[override]
-        self, request: common.SubscribeKvEventsRequest, context: Context
-    ) -> None:
+    async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Context) -> None:
         await self._kv_events.subscribe(request, context)
 
     async def FlushCache(self, request: common.FlushCacheRequest, context: Context) -> common.FlushCacheResponse:

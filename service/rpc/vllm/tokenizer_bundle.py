@@ -19,7 +19,7 @@ _TOKENIZER_FILES = (
 _MODEL_FILES = ("config.json", "generation_config.json")
 _TEMPLATE = "chat_template.jinja"
 _TIMESTAMP = (1980, 1, 1, 0, 0, 0)
-"""Equal files make an equal zip, whose hash tells gateways that they have it already."""
+"""The same for all files: equal files make an equal zip, with the hash of one that a gateway has already."""
 
 
 class TokenizerBundle:

@@ -78,7 +78,8 @@ async def test_a_flush_waits_until_nothing_runs(start_engine):
 
 async def test_there_is_no_profiler(start_engine):
     engine = await start_engine()
-    for call in (engine.stub.StartProfile(common.StartProfileRequest()), engine.stub.StopProfile(common.StopProfileRequest())):
+    start, stop = common.StartProfileRequest(), common.StopProfileRequest()
+    for call in (engine.stub.StartProfile(start), engine.stub.StopProfile(stop)):
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await call
         assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED

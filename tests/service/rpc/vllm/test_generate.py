@@ -1,6 +1,7 @@
 """Generate, Abort and Embed: what comes is what penstock.v1 gives for the same request, in the contract's messages."""
 
 import hashlib
+from typing import Any
 
 import grpc
 import pytest
@@ -158,7 +159,7 @@ async def test_too_many_ids_to_abort_are_refused(start_engine):
     assert error.value.details() == "request_ids: at most 1,000; there are 1,001"
 
 
-REFUSED = {
+REFUSED: dict[str, dict[str, Any]] = {
     "mm_inputs": {"mm_inputs": vllm.MultimodalInputs()},
     "extra_mm_inputs": {"extra_mm_inputs": [vllm.MultimodalInputs()]},
     "media_refs": {"media_refs": vllm.MediaRefs()},
@@ -184,7 +185,7 @@ REFUSED = {
 async def test_what_cannot_be_done_is_refused_by_its_name(start_engine, details_of):
     engine = await start_engine()
     for field, given in REFUSED.items():
-        values = {"tokenized": vllm.TokenizedInput(input_ids=PROMPT), **given}
+        values: dict[str, Any] = {"tokenized": vllm.TokenizedInput(input_ids=PROMPT), **given}
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await engine.stub.Generate(vllm.GenerateRequest(**values)).read()
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT, field
@@ -235,7 +236,7 @@ class TestTranslation:
         assert sampling.n == 1
 
     def test_values_are_kept(self):
-        given = {
+        given: dict[str, Any] = {
             "temperature": 0.5, "top_p": 0.25, "top_k": 3, "min_p": 0.125, "frequency_penalty": 0.5,
             "presence_penalty": -0.5, "repetition_penalty": 1.5, "max_tokens": 9, "min_tokens": 2, "stop": ["x"],
             "stop_token_ids": [4], "ignore_eos": True, "n": 2, "seed": 5, "logit_bias": {7: 1.5},

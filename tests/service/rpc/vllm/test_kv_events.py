@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import random
 from collections import Counter
+from typing import Any
 
 import grpc
 import pytest
@@ -12,9 +13,9 @@ from waiting import turns, until
 
 from penstock.kv.events import KvEventLog
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.errors import ServiceError
+from penstock.service.errors import ServiceError, StatusError
 from penstock.service.rpc.vllm import kv_feed
-from penstock.service.rpc.vllm.kv_events import KvEvents
+from penstock.service.rpc.vllm.kv_events import KvEventStreams
 from penstock.service.rpc.vllm.kv_feed import KvFeed
 from penstock.service.transport import call_end
 
@@ -30,7 +31,7 @@ class Mirror:
     """Applies batches as a gateway does: numbers are consecutive, and copies of a block are counted."""
 
     def __init__(self, sequence=0):
-        self.copies = Counter()
+        self.copies: Counter[int] = Counter()
         self.blocks = {}
         self.salts = set()
         self.sequence = sequence
@@ -205,8 +206,10 @@ def store(log, number):
 async def test_a_reader_that_stalls_holds_up_nobody_and_ends(monkeypatch):
     monkeypatch.setattr(call_end, "WRITE_PATIENCE_S", 0.3)
     log = KvEventLog(2, 10_000)
-    events = KvEvents(log, NoLoad())
-    slow, fast = SlowContext(), SlowContext()
+    load: Any = NoLoad()
+    events = KvEventStreams(log, load)
+    slow: Any = SlowContext()
+    fast: Any = SlowContext()
     for _ in range(10_000):
         fast.room.release()
     tasks = [asyncio.create_task(events.subscribe(common.SubscribeKvEventsRequest(), each)) for each in (slow, fast)]
@@ -230,7 +233,9 @@ async def test_a_reader_that_stalls_holds_up_nobody_and_ends(monkeypatch):
 async def test_a_subscriber_that_is_too_far_behind_begins_again(monkeypatch):
     monkeypatch.setattr(kv_feed, "MAX_HISTORY_BYTES", 2000)
     log = KvEventLog(2, 10_000)
-    events, slow = KvEvents(log, NoLoad()), SlowContext()
+    load: Any = NoLoad()
+    slow: Any = SlowContext()
+    events = KvEventStreams(log, load)
     task = asyncio.create_task(events.subscribe(common.SubscribeKvEventsRequest(), slow))
     slow.room.release()
     await until(lambda: slow.messages)
@@ -239,7 +244,7 @@ async def test_a_subscriber_that_is_too_far_behind_begins_again(monkeypatch):
         await asyncio.sleep(0.001)
     for _ in range(1000):
         slow.room.release()
-    with pytest.raises(Exception, match="read too slowly") as error:
+    with pytest.raises(StatusError, match="read too slowly") as error:
         await task
     assert error.value.status.code == grpc.StatusCode.DATA_LOSS.value[0]
 
