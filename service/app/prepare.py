@@ -178,7 +178,14 @@ def _check_addresses(config: ServeConfig, machine: Machine) -> _Addresses:
         if listener is not None:
             check_installed(machine, flag)
     is_mutual = config.tls_client_ca is not None
-    warn_of_exposure(address, http, metrics, has_keys=config.has_credentials, is_mutual=is_mutual)
+    warn_of_exposure(
+        address,
+        http,
+        metrics,
+        has_keys=config.has_credentials,
+        is_mutual=is_mutual,
+        has_contracts=bool(config.contracts),
+    )
     return _Addresses(admin, metrics, http, status_page)
 
 
