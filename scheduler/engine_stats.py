@@ -68,6 +68,10 @@ class EngineStats(Counters):
     """Running rows, including those of warm-ups. A request of n sequences has up to n."""
     waiting: int = 0
     """Sequences that wait for a row, without warm-ups."""
+    waiting_tokens: int = 0
+    """Tokens of waiting sequences that are neither cached nor computed for an earlier sequence."""
+    prefill_tokens_left: int = 0
+    """The same, with the tokens of running rows that are still to be computed before they can decode."""
     kv_usage: float = 0.0
     """The share of blocks that rows hold, 0 to 1. Cached blocks that can be evicted do not count."""
     cached_blocks: int = 0

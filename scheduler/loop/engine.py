@@ -390,6 +390,9 @@ class Engine:
         scheduler = self._scheduler
         if scheduler is not None:
             stats.requests = len(scheduler.requests) - scheduler.tenants.warm_ups.requests
+            stats.waiting_tokens = round(scheduler.waiting.work.tokens)
+            prefilling = sum(row.prefill_end - row.num_planned for row in scheduler.running.prefilling)
+            stats.prefill_tokens_left = stats.waiting_tokens + prefilling
             stats.cached_blocks = scheduler.kv.pool.num_cached
             stats.stalled = scheduler.num_held
             stats.retained_blocks = scheduler.kv.pool.num_retained

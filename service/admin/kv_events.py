@@ -66,8 +66,8 @@ def message(log: KvEventLog, changes: KvChanges) -> pb.WatchKvEventsResponse:
         cleared=changes.cleared,
         removed_hashes=changes.removed,
         stored=[
-            pb.KvBlock(hash=block_hash, parent_hash=parent_hash, token_ids=token_ids)
-            for block_hash, parent_hash, token_ids in changes.stored
+            pb.KvBlock(hash=block.block_hash, parent_hash=block.parent_hash, token_ids=block.token_ids)
+            for block in changes.stored
         ],
         block_size=log.block_size,
     )

@@ -40,9 +40,11 @@ from penstock.service.config.addresses import (
     metrics_address,
     warn_of_exposure,
 )
+from penstock.service.config.contracts import read_contracts
 from penstock.service.config.kv_events import KvEventsConfig
 from penstock.service.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from penstock.service.config.serve_config import ServeConfig
+from penstock.service.rpc.contracts import ModelFiles
 from penstock.service.text.conversion.convert import convert_tokenizer
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.service.text.tokenizer_config import TokenizerError
@@ -122,6 +124,8 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         allowed_hosts=read_hosts(config.allowed_hosts or ""),
         scheduler=_scheduler_config(config, TenantLimitsFile() if files.tenants is None else files.tenants.value),
         max_connections=config.max_connections,
+        contracts=read_contracts(config.contracts),
+        model_files=ModelFiles(path, tokenizer),
         authenticator=files.authenticator,
         embedding=embedding,
         head=head,
@@ -190,7 +194,14 @@ def _check_addresses(config: ServeConfig, machine: Machine) -> _Addresses:
         if listener is not None:
             check_installed(machine, flag)
     is_mutual = config.tls_client_ca is not None
-    warn_of_exposure(address, http, metrics, has_keys=config.has_credentials, is_mutual=is_mutual)
+    warn_of_exposure(
+        address,
+        http,
+        metrics,
+        has_keys=config.has_credentials,
+        is_mutual=is_mutual,
+        has_contracts=bool(config.contracts),
+    )
     return _Addresses(admin, metrics, http, status_page)
 
 

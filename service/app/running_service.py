@@ -19,6 +19,7 @@ from penstock.service.admin.operations import AdminService
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.identity import IdentityInterceptor
 from penstock.service.config.addresses import Address
+from penstock.service.config.contracts import CONTRACTS
 from penstock.service.config.field_rules import ModelLimits
 from penstock.service.config.kv_events import KvEventsConfig
 from penstock.service.config.limits import Validator
@@ -26,13 +27,14 @@ from penstock.service.requests.answer_formats import AnswerFormats
 from penstock.service.requests.contexts import ContextStore
 from penstock.service.requests.generate import RequestBuilder
 from penstock.service.requests.grammar_check import GrammarChecks
-from penstock.service.requests.idempotency import IdempotencyKeys
-from penstock.service.requests.open_prompt import OpenPromptConfig
+from penstock.service.requests.live.idempotency import IdempotencyKeys
+from penstock.service.requests.live.open_prompt import OpenPromptConfig
+from penstock.service.requests.live.request_context import RequestContext
+from penstock.service.requests.live.warm_up import PrefixWarmer
 from penstock.service.requests.pooled.embed import EmbedRequestBuilder
 from penstock.service.requests.pooled.inputs import PooledInputs
-from penstock.service.requests.request_context import RequestContext
-from penstock.service.requests.warm_up import PrefixWarmer
 from penstock.service.rpc.classification import ClassificationService
+from penstock.service.rpc.contracts import AddedContract, ContractParts, add_contract
 from penstock.service.rpc.embedding import EmbeddingService
 from penstock.service.rpc.generation import GenerationService
 from penstock.service.rpc.health import Health
@@ -180,8 +182,35 @@ class RunningService:
         model_pb2_grpc.add_ModelServiceServicer_to_server(model_service, server)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(tokenizer_service, server)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)  # type: ignore[no-untyped-call]
+        self._contracts: list[AddedContract] = [
+            add_contract(name, self._contract_parts(embed_builder, formats, health)) for name in config.contracts
+        ]
         self._load_streams.add_to(server)
-        add_reflection((*SERVICES, HEALTH_SERVICE, orca.SERVICE), server)
+        added = (CONTRACTS[name].service for name in config.contracts)
+        add_reflection((*SERVICES, HEALTH_SERVICE, orca.SERVICE, *added), server)
+
+    def _contract_parts(
+        self, embed_builder: EmbedRequestBuilder, formats: AnswerFormats, health: Health
+    ) -> ContractParts:
+        config = self._config
+        return ContractParts(
+            server=self._server,
+            model_name=config.model_name,
+            version=installed_version(),
+            engine=self._engine,
+            facts=self._facts,
+            validator=self._validator,
+            pool=self.pool,
+            generation=self.generation,
+            pooled_calls=self.pooled_calls,
+            embed_builder=embed_builder,
+            health=health,
+            recent_stats=self._recent_stats,
+            defaults=config.sampling_defaults,
+            formats=formats,
+            generates=config.generates,
+            files=config.model_files,
+        )
 
     def add_admin(self, addresses: Sequence[Address], loop_lag: LoopLag, is_going_down: Callable[[], bool]) -> None:
         """Adds admin listeners, which ``listen`` then opens too."""
@@ -236,6 +265,8 @@ class RunningService:
         self._load_streams.close()
         self._limits.stop()
         self._recent_stats.stop()
+        for contract in self._contracts:
+            contract.close()
         await self._server.stop(flush_s)
         if self._bound is not None:
             self._bound.remove()

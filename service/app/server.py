@@ -26,6 +26,7 @@ from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.identity import AllowAll
 from penstock.service.auth.tenant_limits import TenantLimitsFile
 from penstock.service.config.addresses import ADMIN_FLAG, METRICS_FLAG, Address
+from penstock.service.config.contracts import CONTRACTS
 from penstock.service.requests.answer_formats import AnswerFormats, find_formats
 from penstock.service.rpc.health import Health
 from penstock.service.telemetry.event_loop_lag import LoopLag
@@ -67,7 +68,8 @@ class Server:
         self._admin_address = None if config.admin_listen is None else Address.parse(config.admin_listen, ADMIN_FLAG)
         if self._admin_address is not None and isinstance(config.authenticator, AllowAll):
             assert self._admin_address.is_local, "anyone could administer the service"
-        self._health = Health(SERVICES if self._admin_address is None else (*SERVICES, ADMIN_SERVICE))
+        admin = () if self._admin_address is None else (ADMIN_SERVICE,)
+        self._health = Health((*SERVICES, *(CONTRACTS[name].service for name in config.contracts), *admin))
         self._loop_lag = LoopLag()
         self.file_watch = FileWatch(config.watched, config.check_interval_s)
         if config.tenants is not None:

@@ -16,7 +16,8 @@ from penstock.service.config.kv_events import KvEventsConfig
 from penstock.service.config.limits import MAX_CONNECTIONS
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.parsers.registry import AUTO
-from penstock.service.requests.open_prompt import OPEN_PROMPT_TTL_S
+from penstock.service.requests.live.open_prompt import OPEN_PROMPT_TTL_S
+from penstock.service.rpc.contracts import ModelFiles
 from penstock.service.streaming.outbox import HEARTBEAT_S
 from penstock.service.telemetry.stats_log import INTERVAL_S
 
@@ -40,6 +41,10 @@ class ServerConfig:
     """The engine's configuration. Clients can read its limits, which also limit the streams of a connection."""
     max_connections: int = MAX_CONNECTIONS
     """The maximum number of callers' connections; lower if the limit on open files is too low."""
+    contracts: tuple[str, ...] = ()
+    """The names of the contracts of other engines that the callers' listener serves too."""
+    model_files: ModelFiles | None = None
+    """The paths of the model's files, for contracts that offer them; None: not known."""
     authenticator: Authenticator = field(default_factory=AllowAll)
     tls: ServerTls | None = None
     """Applies to ``listen``, and to ``admin_listen`` if other machines can reach it."""

@@ -186,9 +186,22 @@ ACCESS: Mapping[str, Access] = {
     "/penstock.v1.TokenizerService/Detokenize": Access.CALLERS,
     "/penstock.v1.TokenizerService/RenderChat": Access.CALLERS,
     "/penstock.v1.TokenizerService/Tokenize": Access.CALLERS,
+    "/vllm.grpc.engine.VllmEngine/Abort": Access.CALLERS,
+    "/vllm.grpc.engine.VllmEngine/Embed": Access.CALLERS,
+    "/vllm.grpc.engine.VllmEngine/FlushCache": Access.ADMINS,
+    "/vllm.grpc.engine.VllmEngine/Generate": Access.CALLERS,
+    "/vllm.grpc.engine.VllmEngine/GetLoads": Access.CALLERS,
+    "/vllm.grpc.engine.VllmEngine/GetModelInfo": Access.CALLERS,
+    "/vllm.grpc.engine.VllmEngine/GetServerInfo": Access.CALLERS,
+    "/vllm.grpc.engine.VllmEngine/GetTokenizer": Access.CALLERS,
+    "/vllm.grpc.engine.VllmEngine/HealthCheck": Access.OPEN,
+    "/vllm.grpc.engine.VllmEngine/StartProfile": Access.ADMINS,
+    "/vllm.grpc.engine.VllmEngine/StopProfile": Access.ADMINS,
+    "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents": Access.ADMINS,
     "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics": Access.OPEN,
 }
-"""Every served method. Methods that are not listed are denied to all callers."""
+"""Every method that can be served; those of other engines' contracts only with ``--contracts``. Methods that are not
+listed are denied to all callers."""
 
 current_principal: ContextVar[Principal] = ContextVar("current_principal")
 """The caller of the method that the current task serves."""

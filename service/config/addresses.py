@@ -239,15 +239,24 @@ def check_apart(addresses: Iterable[Address]) -> None:
 
 
 def warn_of_exposure(
-    service: Address, http: Address | None, metrics: Address | None, *, has_keys: bool, is_mutual: bool
+    service: Address,
+    http: Address | None,
+    metrics: Address | None,
+    *,
+    has_keys: bool,
+    is_mutual: bool,
+    has_contracts: bool = False,
 ) -> None:
     """Logs a warning for each listener that other machines can use without credentials.
 
-    ``has_keys``: callers need a key or a token. ``is_mutual``: callers need a certificate, except over HTTP. The
-    administration needs no warning: without keys, an address that other machines can reach is refused.
+    ``has_keys``: callers need a key or a token. ``is_mutual``: callers need a certificate, except over HTTP.
+    ``has_contracts``: the service has contracts of other engines, which report what is cached. The administration needs
+    no warning: without keys, an address that other machines can reach is refused.
     """
     if not (has_keys or is_mutual):
-        _warn(service, "use the model without a key", "give --api-keys-file, --jwt-jwks-file or --tls-client-ca")
+        what = "read all prompts by --contracts, and " if has_contracts else ""
+        remedy = "give --api-keys-file, --jwt-jwks-file or --tls-client-ca"
+        _warn(service, f"{what}use the model without a key", f"{remedy}, let only the gateway in" if what else remedy)
         _warn(metrics, "read the metrics, with the names of tenants", "keep others out with a firewall")
     if not has_keys:
         _warn(http, "use the model over HTTP without a key", "give --api-keys-file or --jwt-jwks-file")

@@ -14,6 +14,7 @@ from penstock.models.executor.log_format import JSON, TEXT
 from penstock.scheduler.plan import SpeculationConfig
 from penstock.scheduler.policy import Policy
 from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
+from penstock.service.config.contracts import read_contracts
 from penstock.service.config.flag_checks import check_identity, check_listeners, check_texts, host_port
 from penstock.service.config.flags import ConfigError, check, flag
 from penstock.service.config.kv_events import KvEventsConfig, parse_kv_events
@@ -57,11 +58,9 @@ class ServeConfig:
         'max_new_tokens here is a limit for every request', metavar="JSON", shown="none", is_json=True,
     )  # fmt: skip
     chat_template: Path | None = flag(
-        None,
-        "a Jinja chat template, or the name of one of the model's own",
-        metavar="FILE|NAME",
+        None, "a Jinja chat template, or the name of one of the model's own", metavar="FILE|NAME",
         shown="the model's own",
-    )
+    )  # fmt: skip
     chat_template_timeout: float = flag(
         DEFAULT_TIMEOUT_S, "CPU time that the chat template may use for one conversation; a request that needs more "
         "fails", metavar="SECONDS", low=0.01, high=600,
@@ -100,6 +99,10 @@ class ServeConfig:
     max_connections: int = flag(
         MAX_CONNECTIONS, "limit on open gRPC connections; lower if the limit on open files requires it. Idle ones "
         "are closed to make room for new ones", metavar="N", low=1, high=1 << 20,
+    )  # fmt: skip
+    contracts: str | None = flag(
+        None, "contracts of other engines to serve too, separated by commas: vllm, which the gateway smg calls",
+        metavar="NAMES", shown="none",
     )  # fmt: skip
     http_port: int | None = flag(
         None, "the port of OpenAI's API over HTTP, or HTTPS with --tls-cert, in a child process; 0 is any free port",
@@ -327,6 +330,7 @@ class ServeConfig:
             if value is not None:
                 check(field, value)
         check_listeners(self)
+        read_contracts(self.contracts)
         check_identity(self)
         check_texts(self)
         if self.kv_cache_memory_bytes is not None and self.gpu_memory_utilization is not None:

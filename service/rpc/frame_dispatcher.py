@@ -7,8 +7,8 @@ from typing import Protocol
 import penstock.v1 as pb
 from penstock.service.config.limits import Validator
 from penstock.service.errors import Reason, ServiceError, invalid, to_status
-from penstock.service.requests.injection import Refuse
-from penstock.service.requests.lifecycle import RequestLifecycle
+from penstock.service.requests.live.injection import Refuse
+from penstock.service.requests.live.lifecycle import RequestLifecycle
 from penstock.service.streaming.outbox import Outbox
 from penstock.service.transport.request_id import new_request_id
 

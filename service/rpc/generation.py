@@ -22,20 +22,21 @@ from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.errors import Reason, ServiceError, StatusError, ending_status, invalid, with_finished
 from penstock.service.requests.generate import ResponseMode
-from penstock.service.requests.lifecycle import RequestLifecycle
+from penstock.service.requests.live.lifecycle import RequestLifecycle
+from penstock.service.requests.live.request_context import RequestContext
 from penstock.service.requests.preparation import Origin
-from penstock.service.requests.request_context import RequestContext
 from penstock.service.rpc.frame_dispatcher import FrameDispatcher
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.rpc.load_report import current_cost
 from penstock.service.rpc.routing_metadata import ROUTING_METADATA, RoutingMetadata
+from penstock.service.rpc.single_call import SingleCall
 from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
 from penstock.service.streaming.messages import (
     SERVICE_STATES,
     fill_delta,
     fill_logprobs,
-    single_message,
-    stream_message,
+    single_messages,
+    stream_messages,
 )
 from penstock.service.streaming.outbox import HEARTBEAT_S, Outbox
 from penstock.service.streaming.parsed_delta import ParsedSequenceDelta
@@ -79,7 +80,7 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         """Serves many requests, until the client half-closes and the last request has ended."""
         headers = self._metadata.read(context)
         await context.send_initial_metadata(())
-        outbox = self._new_outbox(context.write, stream_message, lambda held: stream.hold(held))  # noqa: PLW0108
+        outbox = self.new_outbox(context.write, stream_messages, lambda held: stream.hold(held))  # noqa: PLW0108
         stream = FrameDispatcher(partial(self.new_request, headers=headers), outbox, self._validator)
         self._outboxes.add(outbox)
         outbox.begin_beats()
@@ -94,34 +95,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
 
     async def GenerateOne(self, request: pb.GenerateOneRequest, context: Context) -> None:  # type: ignore[override]
         """Serves one request. A refusal is only the call's status, with no message before it, so proxies may retry."""
-        has_begun = False
-
-        async def write(raw: bytes) -> None:
-            nonlocal has_begun
-            if not has_begun:
-                # Sent separately: in one operation with a message that is held up, no status could overtake it.
-                has_begun = True
-                outbox.begin_beats()  # not before: a heartbeat would prevent proxies from retrying elsewhere
-                await context.send_initial_metadata(())
-            await context.write(raw)
-
-        outbox = self._new_outbox(write, single_message, lambda held: live.hold(held))  # noqa: PLW0108
-
-        def on_end(live: RequestLifecycle) -> None:
-            error = StatusError(live.status) if live.status.code else None
-            if error is not None and not live.was_accepted:
-                outbox.fail(error)
-            else:
-                outbox.close(error)
-
         start = _required(request)
-        live = self.new_request(start, outbox, on_end, context)
-        outbox.opened()
-        live.begin_request(start)
-        try:
-            await outbox.run()
-        finally:
-            live.cancel()
+        await SingleCall(self, start, context, single_messages, beats=True).run(start)
 
     async def Complete(self, request: pb.CompleteRequest, context: Context) -> pb.CompleteResponse:
         answer = _WholeAnswer()
@@ -228,7 +203,8 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         for outbox in unfinished:
             outbox.close(ServiceError(Reason.DRAINING))
 
-    def _new_outbox(self, write: Any, encode: Any, on_stall: Callable[[bool], None]) -> Outbox:
+    def new_outbox(self, write: Any, encode: Any, on_stall: Callable[[bool], None]) -> Outbox:
+        """Creates an outbox, within the limits of all streams together."""
         return Outbox(write, encode, self._pacer, self._buffer_budget, self._state, on_stall, self._heartbeat_s)
 
     def _state(self) -> "pb.ServiceState.ValueType":

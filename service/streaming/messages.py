@@ -36,7 +36,7 @@ SERVICE_STATES = {state: pb.ServiceState.Value(f"SERVICE_STATE_{state.name}") fo
 """The states of the engine as those of the service."""
 
 
-def stream_message(batch: PendingMessage) -> pb.GenerateResponse:
+def stream_messages(batch: PendingMessage) -> tuple[pb.GenerateResponse]:
     """Builds a message of Generate."""
     message = pb.GenerateResponse()
     _fill(message, batch)
@@ -49,10 +49,10 @@ def stream_message(batch: PendingMessage) -> pb.GenerateResponse:
         message.frames_refused.extend(batch.frames_refused)
     if batch.injected:
         message.injected.extend(batch.injected)
-    return message
+    return (message,)
 
 
-def single_message(batch: PendingMessage) -> pb.GenerateOneResponse:
+def single_messages(batch: PendingMessage) -> tuple[pb.GenerateOneResponse]:
     """Builds a message of GenerateOne, whose stream has one request."""
     message = pb.GenerateOneResponse()
     _fill(message, batch)
@@ -60,7 +60,7 @@ def single_message(batch: PendingMessage) -> pb.GenerateOneResponse:
         message.accepted.CopyFrom(accepted)
     for finished in batch.finished:
         message.finished.CopyFrom(finished)
-    return message
+    return (message,)
 
 
 def accepted_message(

@@ -8,7 +8,7 @@ requests are paused until it has drained. Knows neither the engine nor requests.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from google.protobuf.message import Message
@@ -74,14 +74,14 @@ class Outbox:
     def __init__(
         self,
         write: Callable[[bytes], Awaitable[None]],
-        encode: Callable[[PendingMessage], Message],
+        encode: Callable[[PendingMessage], Sequence[Message]],
         pacer: WritePacer,
         buffer_budget: BufferBudget,
         state: Callable[[], "pb.ServiceState.ValueType"],
         on_stall: Callable[[bool], None],
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """``encode`` builds a message and ``write`` sends it, serialized; ``state`` returns the state for a heartbeat.
+        """``encode`` builds messages and ``write`` sends one, serialized; ``state`` returns the state for a heartbeat.
         ``on_stall`` is called with True when the stream should get no more output, and with False when it has drained,
         but never during a call of this object's methods."""
         self._write = write
@@ -213,6 +213,9 @@ class Outbox:
             self._close_batch()
         if self._failure is not None:
             raise self._failure
+        if not self._ready:  # there was nothing to send
+            self._write_timer.reset(NEVER)
+            return
         raw = self._ready.popleft()
         self._write_timer.reset(AT_ONCE if self._has_more else NEVER)
         self._last_write = self._loop.time()
@@ -281,12 +284,12 @@ class Outbox:
         if batch is None:
             return
         try:
-            raw = self._encode(batch).SerializeToString()
+            raws = [message.SerializeToString() for message in self._encode(batch)]
         except Exception as error:
             self.fail(error)  # not raised to the caller: the stream is broken, not the added part
             return
-        self._ready.append(raw)
-        self._count(len(raw) - batch.num_bytes)
+        self._ready.extend(raws)
+        self._count(sum(map(len, raws)) - batch.num_bytes)
 
     def _count(self, num_bytes: int) -> None:
         self._pending_bytes += num_bytes

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import pytest
 
 from penstock.kv.block_hash import tenant_salt
+from penstock.kv.events import StoredBlock
 from penstock.kv.manager import KVCacheManager
 
 BLOCK_SIZE = 4
@@ -143,7 +144,7 @@ class Mirror:
         sequence: int,
         cleared: bool,
         removed: Iterable[bytes],
-        stored: Iterable[tuple[bytes, bytes, tuple[int, ...]]],
+        stored: Iterable[StoredBlock] | Iterable[tuple[bytes, bytes, tuple[int, ...]]],
     ) -> None:
         """In the order that the contract says."""
         if cleared:
@@ -151,7 +152,7 @@ class Mirror:
             self.num_cleared += 1
         for block_hash in removed:
             self.map.pop(block_hash, None)
-        for block_hash, parent_hash, token_ids in stored:
+        for block_hash, parent_hash, token_ids, *_ in stored:
             self.map[block_hash] = (parent_hash, token_ids)
         assert cleared or sequence >= self.sequence, "numbers go backwards"
         self.sequence = sequence

@@ -170,7 +170,7 @@ async def test_a_service_that_goes_down_ends_what_it_carries(start_gateway):
 
 
 async def test_ids_and_traces_are_passed_on(start_gateway, monkeypatch):
-    from penstock.service.requests.lifecycle import RequestLifecycle
+    from penstock.service.requests.live.lifecycle import RequestLifecycle
 
     seen = []
     begin = RequestLifecycle.begin_request

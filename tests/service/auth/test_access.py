@@ -16,12 +16,14 @@ from google.protobuf import json_format
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from smg_grpc_proto.generated import vllm_engine_pb2
 
 import penstock.v1
 import penstock.v1 as pb
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.auth.identity import ACCESS, Access
 from penstock.service.auth.operator_files import OperatorFiles
+from penstock.service.config.contracts import CONTRACTS
 from penstock.service.config.serve_config import ServeConfig
 from penstock.service.requests.generate import RequestBuilder
 from penstock.v1 import orca
@@ -33,10 +35,11 @@ MALFORMED = b"\xff\xff\xff"
 
 
 def described_methods():
-    """Every method of the contract, of health, of reflection and of load reports, by its path."""
+    """Every method of the contract, of those of other engines, of health, reflection and load reports, by its path."""
     names = [module.name for module in pkgutil.iter_modules(penstock.v1.__path__) if module.name.endswith("_pb2")]
     files = [importlib.import_module(f"penstock.v1.{name}").DESCRIPTOR for name in names]
-    files += [health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR, orca.POOL.FindFileContainingSymbol(orca.SERVICE)]
+    files += [health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR, vllm_engine_pb2.DESCRIPTOR]
+    files.append(orca.POOL.FindFileContainingSymbol(orca.SERVICE))
     return {
         f"/{service.full_name}/{method.name}": method
         for file in files
@@ -82,13 +85,14 @@ async def service(start_service, files):
         watched=files.watched,
         check_interval_s=0.01,
         admin_listen="127.0.0.1:0",
+        contracts=tuple(CONTRACTS),
     )
 
 
 def channels_of(service, path):
     if path.startswith("/penstock.v1.AdminService/"):
         return [service.admin_channel]
-    of_callers = path.startswith(("/penstock.v1.", "/xds."))
+    of_callers = path.startswith(("/penstock.v1.", "/vllm.", "/xds."))
     return [service.channel] if of_callers else [service.channel, service.admin_channel]
 
 
@@ -123,6 +127,7 @@ def test_every_method_has_a_rule_and_every_rule_a_method():
     assert all(rule is Access.ADMINS for path, rule in ACCESS.items() if path.startswith("/penstock.v1.AdminService/"))
     is_open = {path for path, rule in ACCESS.items() if rule is Access.OPEN}
     assert not any(path.startswith("/penstock.") for path in is_open)
+    assert {path for path in is_open if path.startswith("/vllm.")} == {"/vllm.grpc.engine.VllmEngine/HealthCheck"}
 
 
 BAD = {

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from penstock.service.errors import ServiceError
-from penstock.service.requests.idempotency import KEPT_S, IdempotencyKeys
+from penstock.service.requests.live.idempotency import KEPT_S, IdempotencyKeys
 
 
 class Clock:

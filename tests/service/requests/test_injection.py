@@ -9,7 +9,7 @@ from wire.frames import TEXT, append, begin, chat, commit, paced
 import penstock.v1 as pb
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.requests.generate import RequestBuilder
-from penstock.service.requests.injection import MAX_WAITING_INJECTIONS
+from penstock.service.requests.live.injection import MAX_WAITING_INJECTIONS
 from penstock.service.text.tokenizer import Tokenizer
 
 

@@ -11,7 +11,7 @@ from wire.frames import PIECES, TEXT, append, begin, chat, commit, paced
 
 import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.service.requests.open_prompt import MAX_OPEN_BYTES, OpenPromptBudget
+from penstock.service.requests.live.open_prompt import MAX_OPEN_BYTES, OpenPromptBudget
 
 
 class TestOpenPrompt:

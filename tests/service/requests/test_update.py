@@ -9,7 +9,7 @@ import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.requests.lifecycle import MAX_EARLY_UPDATES
+from penstock.service.requests.live.lifecycle import MAX_EARLY_UPDATES
 
 ENDLESS = 4000
 INVALID = grpc.StatusCode.INVALID_ARGUMENT.value[0]

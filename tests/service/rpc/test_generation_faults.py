@@ -16,7 +16,7 @@ from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.auth import identity
 from penstock.service.errors import ServiceError
 from penstock.service.requests.generate import RequestBuilder
-from penstock.service.requests.lifecycle import RequestLifecycle
+from penstock.service.requests.live.lifecycle import RequestLifecycle
 from penstock.service.rpc import generation
 from penstock.service.rpc.frame_dispatcher import FrameDispatcher
 from penstock.service.streaming import messages

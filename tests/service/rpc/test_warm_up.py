@@ -13,10 +13,10 @@ from wire.frames import PIECES, TEXT, append, begin, commit
 import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.requests import open_prompt
 from penstock.service.requests.generate import RequestBuilder
-from penstock.service.requests.open_prompt import PromptPieces
-from penstock.service.requests.warm_up import PaidPrefix
+from penstock.service.requests.live import open_prompt
+from penstock.service.requests.live.open_prompt import PromptPieces
+from penstock.service.requests.live.warm_up import PaidPrefix
 
 BLOCK_SIZE = 16
 HASHES = [bytes([number]) * 32 for number in range(6)]

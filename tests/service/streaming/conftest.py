@@ -6,7 +6,7 @@ import pytest
 
 import penstock.v1 as pb
 from penstock.service.streaming.buffer_budget import BufferBudget, WritePacer
-from penstock.service.streaming.messages import stream_message
+from penstock.service.streaming.messages import stream_messages
 from penstock.service.streaming.outbox import Outbox
 
 
@@ -39,7 +39,7 @@ async def make_outbox():
         writer = Writer()
         outbox = Outbox(
             writer.write,
-            stream_message,
+            stream_messages,
             pacer or WritePacer(),
             buffer_budget or BufferBudget(),
             lambda: pb.SERVICE_STATE_SERVING,

@@ -7,7 +7,7 @@ Knows neither how the request arrived nor how its output is sent.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import grpc
@@ -38,19 +38,19 @@ from penstock.service.errors import (
     status_code,
     to_status,
 )
-from penstock.service.requests.changes import (
+from penstock.service.requests.contexts import StoredContext
+from penstock.service.requests.generate import PreparedRequest, ResponseMode
+from penstock.service.requests.live.changes import (
     Replaceable,
     apply_change,
     mark_superseded,
     replace_later,
     requested_change,
 )
-from penstock.service.requests.contexts import StoredContext
-from penstock.service.requests.generate import PreparedRequest, ResponseMode
-from penstock.service.requests.injection import Injections, Refuse
-from penstock.service.requests.open_prompt import OpenPrompt, Prepare
+from penstock.service.requests.live.injection import Injections, Refuse
+from penstock.service.requests.live.open_prompt import OpenPrompt, Prepare
+from penstock.service.requests.live.request_context import RequestContext
 from penstock.service.requests.preparation import Origin, preparation_limit, unqueued_end
-from penstock.service.requests.request_context import RequestContext
 from penstock.service.streaming.messages import accepted_message, finished_message, injected_message
 from penstock.service.streaming.outbox import RequestReceiver
 from penstock.service.streaming.parsed_output import ParsingReceiver
@@ -90,6 +90,8 @@ class RequestLifecycle:
         """The request's status, after its end."""
         self.finished: RequestFinished | None = None
         """How the request ended; None before its end."""
+        self.prompt_token_ids: Sequence[int] = ()
+        """The tokens of the prompt, once it is prepared."""
         self.was_accepted = False
         """Whether it entered the queue."""
         self.supersedes: Replaceable | None = None
@@ -253,7 +255,7 @@ class RequestLifecycle:
             request.deadline = self._deadline
             superseded = mark_superseded(self)
             request.supersedes = superseded[-1].request_id if superseded else ""
-            self._request = request
+            self._request, self.prompt_token_ids = request, request.prompt_token_ids
             self._request_context.engine.submit(request)  # ends the last one, the only one that may be queued
             self.supersedes = None
             for live in superseded:

@@ -10,7 +10,7 @@ from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.request import Change, EngineFinishReason, Refused, Request
 from penstock.service.errors import ServiceError, from_refusal, invalid
 from penstock.service.requests.generate import RequestBuilder
-from penstock.service.requests.injection import Refuse
+from penstock.service.requests.live.injection import Refuse
 
 
 def requested_change(update: pb.GenerationUpdate) -> Change:

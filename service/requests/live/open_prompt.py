@@ -22,8 +22,8 @@ from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.requests.chat import shows_tools
 from penstock.service.requests.contexts import StoredContext
 from penstock.service.requests.generate import PreparedRequest, RequestBuilder, ResponseMode
+from penstock.service.requests.live.warm_up import PaidPrefix, PrefixWarmer
 from penstock.service.requests.preparation import Origin
-from penstock.service.requests.warm_up import PaidPrefix, PrefixWarmer
 
 _log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from penstock.scheduler.loop.engine import Engine
 from penstock.service.requests.contexts import ContextStore
 from penstock.service.requests.generate import RequestBuilder
-from penstock.service.requests.idempotency import IdempotencyKeys
-from penstock.service.requests.open_prompt import OpenPromptConfig
+from penstock.service.requests.live.idempotency import IdempotencyKeys
+from penstock.service.requests.live.open_prompt import OpenPromptConfig
 from penstock.service.telemetry.tracing import Telemetry
 
 

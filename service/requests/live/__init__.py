@@ -1,0 +1,1 @@
+"""Requests from their arrival to their end: preparation, changes, prompts that arrive in pieces, injections."""

@@ -1,0 +1,73 @@
+"""The tokenizer's files as a zip, for gateways that tokenize and render conversations themselves."""
+
+import asyncio
+import hashlib
+import io
+import zipfile
+from collections.abc import Iterator
+
+from smg_grpc_proto.generated import common_pb2 as common
+
+from penstock.service.rpc.contracts import ModelFiles
+from penstock.service.text.tokenizer import Tokenizer
+
+CHUNK_BYTES = 64 << 10
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt",
+)  # fmt: skip
+_MODEL_FILES = ("config.json", "generation_config.json")
+_TEMPLATE = "chat_template.jinja"
+_TIMESTAMP = (1980, 1, 1, 0, 0, 0)
+"""The same for all files: equal files make an equal zip, with the hash of one that a gateway has already."""
+
+
+class TokenizerBundle:
+    """The zip of one model's tokenizer, which is made when it is first needed."""
+
+    def __init__(self, files: ModelFiles, tokenizer: Tokenizer) -> None:
+        self._files = files
+        self._tokenizer = tokenizer
+        self._zip: bytes | None = None
+        self._lock = asyncio.Lock()
+
+    async def chunks(self) -> Iterator[common.GetTokenizerChunk]:
+        """Returns the chunks of the zip; the last one has its SHA-256."""
+        async with self._lock:
+            if self._zip is None:
+                self._zip = await asyncio.to_thread(self._make)
+        return _chunks(self._zip)
+
+    def _make(self) -> bytes:
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+            for folder, names in ((self._files.tokenizer, _TOKENIZER_FILES), (self._files.model, _MODEL_FILES)):
+                for name in names:
+                    path = folder / name
+                    if path.is_file():
+                        _add(archive, name, path.read_bytes())
+            template = self._template()
+            if template is not None:
+                _add(archive, _TEMPLATE, template.encode())
+        return buffer.getvalue()
+
+    def _template(self) -> str | None:
+        """Returns the only chat template; None if there is none, or a second one for tools, which the configuration of
+        the tokenizer then has."""
+        if not self._tokenizer.has_chat_template:
+            return None
+        plain, with_tools = (self._tokenizer.chat_template(with_tools) for with_tools in (False, True))
+        return plain.source if plain is with_tools else None
+
+
+def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
+    info = zipfile.ZipInfo(name, _TIMESTAMP)
+    info.compress_type = zipfile.ZIP_DEFLATED
+    archive.writestr(info, content)
+
+
+def _chunks(content: bytes) -> Iterator[common.GetTokenizerChunk]:
+    digest = hashlib.sha256(content).hexdigest()
+    for start in range(0, len(content), CHUNK_BYTES):
+        is_last = start + CHUNK_BYTES >= len(content)
+        yield common.GetTokenizerChunk(data=content[start : start + CHUNK_BYTES], sha256=digest if is_last else "")
