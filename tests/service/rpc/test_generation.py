@@ -11,7 +11,7 @@ import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.service.requests import lifecycle as live
+from penstock.service.requests.live import lifecycle as live
 from penstock.service.streaming.outbox import HELD_UP_PART_BYTES
 
 EOS = 256
