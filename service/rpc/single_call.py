@@ -72,6 +72,7 @@ class SingleCall:
             await self._outbox.run()
         finally:
             self.live.cancel()
+            del self._context  # gRPC ends the call when nothing refers to it, and the request refers to this object
 
     async def _write(self, raw: bytes) -> None:
         if not self._has_begun:

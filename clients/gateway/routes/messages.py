@@ -44,6 +44,8 @@ def make_router() -> APIRouter:
     async def answer(body: MessagesRequest, request: Request, caller: CallerDep) -> Response:
         converted = as_chat(body)
         chat = converted.chat
+        if not caller.model.reasoning_parser:
+            chat.thinking_token_budget = None  # clients send it whatever the model is
         check_chat(chat, caller)
         try:
             start = build_chat_start(chat, request.headers, caller)

@@ -217,6 +217,11 @@ def test_thinking_is_a_variable_of_the_template(kind, variables):
     assert as_chat(MessagesRequest.model_validate(body("x", **thinking))).chat.chat_template_kwargs == variables
 
 
+def test_the_budget_of_thinking_is_that_of_chats():
+    request = body("x", thinking={"type": "enabled", "budget_tokens": 4})
+    assert as_chat(MessagesRequest.model_validate(request)).chat.thinking_token_budget == 4
+
+
 def test_texts_of_the_user_that_follow_each_other_are_one_message():
     given = ["a", [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]]
     request = body("x") | {"messages": [{"role": "user", "content": content} for content in given]}
