@@ -396,6 +396,5 @@ class WorkerFacts(msgspec.Struct, frozen=True):
 
 
 def num_row_numbers(max_num_seqs: int) -> int:
-    """Returns the number of row numbers: as many spare ones as running rows, because a dropped row's number stays
-    unused until the result of the newest plan that names it."""
+    """Returns the number of row numbers. Half are spare: a dropped row's stays unused until its last plan's result."""
     return 2 * max_num_seqs

@@ -387,12 +387,10 @@ class Engine:
             restarts=self._supervisor.restarts.total,
         )
         stats.refused += self._num_refused
-        scheduler = self._scheduler
-        if scheduler is not None:
+        if (scheduler := self._scheduler) is not None:
             stats.requests = len(scheduler.requests) - scheduler.tenants.warm_ups.requests
             stats.waiting_tokens = round(scheduler.waiting.work.tokens)
-            prefilling = sum(row.prefill_end - row.num_planned for row in scheduler.running.prefilling)
-            stats.prefill_tokens_left = stats.waiting_tokens + prefilling
+            stats.prefill_tokens_left = stats.waiting_tokens + scheduler.running.prefill_tokens_left
             stats.cached_blocks = scheduler.kv.pool.num_cached
             stats.stalled = scheduler.num_held
             stats.retained_blocks = scheduler.kv.pool.num_retained

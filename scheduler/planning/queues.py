@@ -252,6 +252,11 @@ class RunningQueue:
         self.held: list[SequenceState] = []
         """Sequences of requests whose output is not read: in no plan until they are released."""
 
+    @property
+    def prefill_tokens_left(self) -> int:
+        """The tokens that are still to be computed before the rows can decode."""
+        return sum(row.prefill_end - row.num_planned for row in self.prefilling)
+
     def __len__(self) -> int:
         return len(self.prefilling) + len(self.decoding) + len(self.held)
 

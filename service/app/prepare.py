@@ -102,13 +102,7 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:
         speculation = replace(speculation, model=str(resolve_model(speculation.model).resolve()))
-    tokenizer = path if path.is_dir() else _unpack_tokenizer(path, resources)
-    converted = _convert_tokenizer(tokenizer, resources)
-    load_tokenizer, facts = _find_tokenizer(tokenizer, config, checkpoint.spec.vocab_size, converted)
-    if converted is not None:
-        tokenizer = converted.file.parent
-    for warning in facts.warnings:
-        _log.warning("%s", warning)
+    tokenizer, load_tokenizer, facts = _read_tokenizer(path, config, checkpoint.spec.vocab_size, resources)
     head, load_tokenizer = find_head(config, checkpoint, load_tokenizer)
     worker = replace(
         _worker_config(config, path, tokenizer, facts, machine),
@@ -244,6 +238,20 @@ def _convert_tokenizer(path: Path, resources: ExitStack) -> ConvertedTokenizer |
     if (path / TOKENIZER).exists():
         return None
     return convert_tokenizer(path, resources.enter_context(private_directory()))
+
+
+def _read_tokenizer(
+    path: Path, config: ServeConfig, num_rows: int, resources: ExitStack
+) -> tuple[Path, Callable[[], Tokenizer], TokenizerFacts]:
+    """Returns where the model's tokenizer is, perhaps unpacked or converted, and what ``_find_tokenizer`` returns."""
+    tokenizer = path if path.is_dir() else _unpack_tokenizer(path, resources)
+    converted = _convert_tokenizer(tokenizer, resources)
+    load_tokenizer, facts = _find_tokenizer(tokenizer, config, num_rows, converted)
+    if converted is not None:
+        tokenizer = converted.file.parent
+    for warning in facts.warnings:
+        _log.warning("%s", warning)
+    return tokenizer, load_tokenizer, facts
 
 
 def _find_tokenizer(

@@ -125,3 +125,15 @@ def _check_tokens(config: "ServeConfig") -> None:
     if not has_keys and (config.jwt_issuer or config.jwt_audience):
         given = "--jwt-issuer" if config.jwt_issuer else "--jwt-audience"
         raise ConfigError(f"{given}: needs --jwt-jwks-file or --jwt-jwks-url as well, with the keys that sign tokens")
+
+
+def check_memory(config: "ServeConfig") -> None:
+    """Raises ConfigError for flags of the KV cache that exclude or need each other."""
+    if config.kv_cache_memory_bytes is not None and config.gpu_memory_utilization is not None:
+        raise ConfigError(
+            "--kv-cache-memory-bytes: already sets the KV cache's size; leave --gpu-memory-utilization out"
+        )
+    if config.host_kv_cache_bytes and not config.enable_prefix_caching:
+        raise ConfigError(
+            "--host-kv-cache-bytes: needs prefix caching; leave --no-enable-prefix-caching out, or this one"
+        )

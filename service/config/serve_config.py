@@ -15,7 +15,7 @@ from penstock.scheduler.plan import SpeculationConfig
 from penstock.scheduler.policy import Policy
 from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
 from penstock.service.config.contracts import read_contracts
-from penstock.service.config.flag_checks import check_identity, check_listeners, check_texts, host_port
+from penstock.service.config.flag_checks import check_identity, check_listeners, check_memory, check_texts, host_port
 from penstock.service.config.flags import ConfigError, check, flag
 from penstock.service.config.kv_events import KvEventsConfig, parse_kv_events
 from penstock.service.config.limits import MAX_CONNECTIONS
@@ -333,14 +333,7 @@ class ServeConfig:
         read_contracts(self.contracts)
         check_identity(self)
         check_texts(self)
-        if self.kv_cache_memory_bytes is not None and self.gpu_memory_utilization is not None:
-            raise ConfigError(
-                "--kv-cache-memory-bytes: already sets the KV cache's size; leave --gpu-memory-utilization out"
-            )
-        if self.host_kv_cache_bytes and not self.enable_prefix_caching:
-            raise ConfigError(
-                "--host-kv-cache-bytes: needs prefix caching; leave --no-enable-prefix-caching out, or this one"
-            )
+        check_memory(self)
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"--device: must be auto, cpu, cuda or cuda:N; it is {self.device!r}")
         if self.tensor_parallel_size > 1 and ":" in self.device:

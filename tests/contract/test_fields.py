@@ -37,6 +37,7 @@ IDS_AND_NAMES = {
 HARMLESS = {
     # What is served.
     "ClassifyResponse.labels",
+    "Injected.append_ids",
     "Model.architecture",
     "Model.backend",
     "Model.dtype",

@@ -15,7 +15,6 @@ from known_requests import (
     MAX_MODEL_LEN,
     TEXTS,
     VOCAB_SIZE,
-    PlainText,
     Received,
     make_prompt,
     make_request,
@@ -378,11 +377,6 @@ def new_request():
 @pytest.fixture(scope="session")
 def received_type() -> type[Received]:
     return Received
-
-
-@pytest.fixture(scope="session")
-def plain_text() -> type[PlainText]:
-    return PlainText
 
 
 @pytest.fixture

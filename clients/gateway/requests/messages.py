@@ -44,7 +44,7 @@ _NAMES: Names = (
 
 
 @dataclass(slots=True)
-class _Place:
+class _MessagePlace:
     """The position of a chat's message in the request."""
 
     text: str
@@ -60,7 +60,7 @@ class ChatOfMessages:
     """A Messages request as a chat."""
 
     chat: ChatRequest
-    _places: Sequence[_Place]
+    _places: Sequence[_MessagePlace]
 
     def caller_name(self, field: str) -> str:
         """The caller's name of a field of the contract."""
@@ -79,9 +79,9 @@ class _Messages:
 
     def __init__(self) -> None:
         self.messages: list[ChatRequestMessage] = []
-        self.places: list[_Place] = []
+        self.places: list[_MessagePlace] = []
 
-    def add_message(self, role: str, text: str | None, place: _Place, tool_call_id: str | None = None) -> None:
+    def add_message(self, role: str, text: str | None, place: _MessagePlace, tool_call_id: str | None = None) -> None:
         """Adds a message. Texts of the user that follow each other are one: many chat templates refuse several."""
         if role == "user" and self.messages and (last := self.messages[-1]).role == "user":
             last.content = f"{last.content}\n{text}"
@@ -93,14 +93,14 @@ class _Messages:
         """Adds results of tools, and the texts between them."""
         blocks = _blocks(message, where)
         texts: list[str] = []
-        place = _Place(f"{where}.content", where)
+        place = _MessagePlace(f"{where}.content", where)
         for path, block in blocks:
             if isinstance(block, ToolResultBlock):
                 if texts:
                     self.add_message(message.role, "\n".join(texts), place)
                     texts = []
                 content = block.content if isinstance(block.content, str) else _joined(block.content)
-                self.add_message("tool", content, _Place(f"{path}.content", path), block.tool_use_id)
+                self.add_message("tool", content, _MessagePlace(f"{path}.content", path), block.tool_use_id)
             elif isinstance(block, TextBlock):
                 texts.append(block.text)
             else:
@@ -113,7 +113,7 @@ class _Messages:
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[MessageToolCall] = []
-        place = _Place(f"{where}.content", where)
+        place = _MessagePlace(f"{where}.content", where)
         for path, block in _blocks(message, where):
             if isinstance(block, TextBlock):
                 texts.append(block.text)
@@ -175,7 +175,7 @@ def _conversation(body: CountTokensRequest) -> _Messages:
     if instructions:
         text = "\n".join(instructions)
         found.messages.insert(0, ChatRequestMessage(role="system", content=text))
-        found.places.insert(0, _Place("system", "system"))
+        found.places.insert(0, _MessagePlace("system", "system"))
     return found
 
 

@@ -109,8 +109,7 @@ class RequestLifecycle:
         self._receiver = receiver
         self._on_end = on_end
         self._answer = answer
-        self._arrival = time.monotonic()
-        self._committed = 0.0
+        self._arrival, self._committed = time.monotonic(), 0.0
         self._operation = "chat" if start.HasField("chat") else "text_completion"
         self._meter = request_context.telemetry.metrics.request(self._arrival)
         if start.HasField("timeout_ms"):
@@ -127,10 +126,9 @@ class RequestLifecycle:
         """The prompt, until it is committed."""
         self._injections = Injections(request_context.engine, request_context.request_builder, request_id, start)
         self._idempotency_key = start.idempotency_key
-        self._held = False
+        self._held = self._had_output = False
         self._refusal: ServiceError | None = None
         """The error that ended the request, unless the engine ended it."""
-        self._had_output = False
         self._span = NO_SPAN
 
     @property
