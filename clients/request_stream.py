@@ -75,7 +75,7 @@ class RequestStream:
         on. Does nothing if the older one has not begun or has ended."""
         self._older = older
 
-    def live_ref(self, carrier: GenerateStream) -> int:
+    def _live_ref(self, carrier: GenerateStream) -> int:
         """Returns the request's ref on this stream; 0 if it is not live there."""
         return self._ref if self._carrier is carrier and not self._ended else 0
 
@@ -129,7 +129,7 @@ class RequestStream:
         if self._carrier is None and not self._ended:
             self._carrier = self._open_stream()
             if self._older is not None:
-                self._start.supersedes = self._older.live_ref(self._carrier)
+                self._start.supersedes = self._older._live_ref(self._carrier)  # noqa: SLF001
                 self._older = None
             self._ref = self._carrier.carry(self._start, self._mailbox)
             if self._cancelled:
