@@ -16,7 +16,17 @@ from penstock.models.backends.base import load_backend
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
 from penstock.models.worker.runner import Runner
-from penstock.scheduler.plan import AddedRow, Chunk, Decode, Pooling, RowBlocks, SamplingParams, StepPlan, StepResult
+from penstock.scheduler.plan import (
+    MAX_PREDICTED_DRAFTS,
+    AddedRow,
+    Chunk,
+    Decode,
+    Pooling,
+    RowBlocks,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
 
 if not find_spec("triton"):
     pytest.skip("needs Triton, which has wheels only for Linux", allow_module_level=True)
@@ -255,7 +265,7 @@ def test_what_is_warmed_is_what_is_compiled_ahead(variant, quantization, determi
     spec = check_checkpoint(tiny_model(variant).path).spec
     shape = shape_of(
         spec, torch.float32, torch.float32, spec.vocab_size, MAX_MODEL_LEN, MAX_NUM_SEQS, 2048,
-        deterministic=deterministic,
+        deterministic=deterministic, max_drafts=MAX_PREDICTED_DRAFTS,
     )  # fmt: skip
     products = float_variants(shape) if quantization == "none" else quantized_variants(shape, quantization)
     ahead = {describe(variant) for variant in chain(variants(shape), products)}
