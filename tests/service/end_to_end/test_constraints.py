@@ -209,7 +209,7 @@ def test_what_is_refused_at_once(complete: Complete) -> None:
     """Before anything is compiled; and what it does not go together with."""
     regex = pb.Constraint(regex="a+")
     for constraint, sampling, said in (
-        (pb.Constraint(), {}, "constraint: set json_schema"),
+        (pb.Constraint(), {}, "constraint: set one of its kinds"),
         (regex, {"ignore_eos": True}, "constraint: not together with ignore_eos"),
         (regex, {"allowed_token_ids": [5]}, "constraint: not together with allowed_token_ids"),
         (pb.Constraint(regex="a" * (64 * 1024 + 1)), {}, "constraint.regex"),
