@@ -318,7 +318,17 @@ def test_a_driver_failure_is_reported_with_its_cause(tmp_path, monkeypatch):
 
 def test_packages_are_those_of_the_bare_install_and_of_its_extras(here):
     assert Package("grpcio", next(p.version for p in here.packages if p.name == "grpcio"), "") in here.packages
-    assert {package.extra for package in here.packages} == {"", "serve", "torch", "cuda", "gateway", "bench", "ray", "smg", "zmq"}
+    assert {package.extra for package in here.packages} == {
+        "",
+        "serve",
+        "torch",
+        "cuda",
+        "gateway",
+        "bench",
+        "ray",
+        "smg",
+        "zmq",
+    }
 
 
 @pytest.mark.parametrize(

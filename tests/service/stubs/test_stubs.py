@@ -18,9 +18,7 @@ SERVICES = [name for name, text in PROTOS.items() if "\nservice " in text]
 GOOGLE = ["api/annotations", "api/http", "rpc/code", "rpc/error_details", "rpc/status"]
 GO_STUBS = [*(f"gen/penstock/v1/{name}.pb.go" for name in PROTOS)]
 GO_STUBS += [f"gen/penstock/v1/{name}_grpc.pb.go" for name in SERVICES]
-XDS = [path.relative_to(ROOT / "protos").with_suffix("") for path in (ROOT / "protos/xds").rglob("*.proto")]
 TS_STUBS = [*(f"gen/penstock/v1/{name}_pb.ts" for name in PROTOS), *(f"gen/google/{name}_pb.ts" for name in GOOGLE)]
-TS_STUBS += [f"gen/{name}_pb.ts" for name in XDS]
 QUESTION = "#user\nWhat does a kernel do?##assistant\n"
 """The prompt of the clients' chat, with a character for each token."""
 OLDEST_PROTOC = 22
