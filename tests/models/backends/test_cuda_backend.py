@@ -68,7 +68,16 @@ VARIANTS = [
     "llama4",
 ]
 """Of those that ``test_oracle`` runs, what has a kernel, or a way through one, of its own."""
-LONG = ("cohere-qk-norm", "glm4-moe", "gpt-neox", "hunyuan", "ministral3", "qwen2-moe", "qwen3-moe-sparse-windows")
+LONG = (
+    "cohere-qk-norm",
+    "gemma4-inputs",
+    "glm4-moe",
+    "gpt-neox",
+    "hunyuan",
+    "ministral3",
+    "qwen2-moe",
+    "qwen3-moe-sparse-windows",
+)
 """Those whose own part plain torch computes between the kernels, or that others have parts of: long tests, since each
 takes seconds in the interpreter."""
 

@@ -69,7 +69,7 @@ async def test_greedy_output_is_that_of_transformers_with_the_same_weights(
 @pytest.mark.parametrize(
     ("kind", "group"),
     [
-        ("gptq act-order", None),
+        pytest.param("gptq act-order", None, marks=pytest.mark.soak),
         pytest.param("awq", None, marks=pytest.mark.soak),
         ("w4a16 zero points", None),
         ("fp8 blocks, the last ones short", 64),

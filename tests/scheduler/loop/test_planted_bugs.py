@@ -278,7 +278,7 @@ PLANTED_BUGS = [
     whole_prompt_from_the_cache,
     leader_that_never_retracts,
     fork_without_its_own_references,
-    prompt_logprobs_repeated_after_preemption,
+    pytest.param(prompt_logprobs_repeated_after_preemption, marks=pytest.mark.soak),
     victim_of_the_highest_rank,
     cache_kept_over_a_restart,
     in_flight_over_a_restart,
@@ -309,7 +309,9 @@ def those_that_run_already_stay(patch):
 
 
 @pytest.mark.parametrize(
-    "plant", [others_run_beside_those_on_trial, those_that_run_already_stay], ids=lambda plant: plant.__name__
+    "plant",
+    [others_run_beside_those_on_trial, pytest.param(those_that_run_already_stay, marks=pytest.mark.soak)],
+    ids=lambda plant: plant.__name__,
 )
 def test_reliability_figure_14_planted_bug_is_caught(explore, deadly_world_type, monkeypatch, plant):
     plant(monkeypatch)

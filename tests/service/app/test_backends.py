@@ -102,7 +102,11 @@ def expected(model):
         yield served
 
 
-@pytest.fixture(scope="module", params=["cpu", "cuda"])
+# The interpreter takes minutes to serve, so without a GPU only the long tests have it.
+@pytest.fixture(
+    scope="module",
+    params=["cpu", "cuda" if torch.cuda.is_available() else pytest.param("cuda", marks=pytest.mark.soak)],
+)
 def served(request, model):
     device = "cpu"
     if request.param == "cpu":
