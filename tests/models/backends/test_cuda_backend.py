@@ -49,24 +49,10 @@ MAX_NUM_SEQS, MAX_MODEL_LEN = 4, 64
 SMALL = {"max_num_seqs": MAX_NUM_SEQS, "max_model_len": MAX_MODEL_LEN, "device": DEVICE, "num_blocks": 24}
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 VARIANTS = [
-    "llama-tied-biases-head24",
-    "qwen3-tied-bias-yarn-windows",
-    "gemma2",
-    "gemma3",
-    "gemma4-inputs",
-    "gemma4-experts",
-    "olmo2",
-    "phi3-partial-rotary",
-    "gpt-oss",
-    "qwen3-moe-sparse-windows",
-    "cohere-qk-norm",
-    "gpt-neox",
-    "hunyuan",
-    "ministral3",
-    "glm4-moe",
-    "qwen2-moe",
-    "llama4",
-]
+    "llama-tied-biases-head24", "qwen3-tied-bias-yarn-windows", "gemma2", "gemma3", "gemma4-inputs", "gemma4-experts",
+    "olmo2", "phi3-partial-rotary", "gpt-oss", "qwen3-moe-sparse-windows", "cohere-qk-norm", "gpt-neox", "hunyuan",
+    "ministral3", "glm4-moe", "qwen2-moe", "llama4",
+]  # fmt: skip
 """Of those that ``test_oracle`` runs, what has a kernel, or a way through one, of its own."""
 LONG = (
     "cohere-qk-norm",
