@@ -3,23 +3,11 @@
 import hashlib
 
 import pytest
+from wire.routing import ADMITTED, KEY, PLAIN, write_keys
 
 from penstock.scheduler.loop.engine import Engine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-KEY, PLAIN = "k" * 40, "p" * 40
-ADMITTED = {
-    "x-llm-d-inference-fairness-id": ("acme", lambda request: request.tenant == "acme"),
-    "x-gateway-inference-fairness-id": ("acme", lambda request: request.tenant == "acme"),
-    "x-llm-d-inference-objective": ("batch", lambda request: request.priority == 10),
-    "x-gateway-inference-objective": ("-4", lambda request: request.priority == -4),
-    "x-llm-d-slo-ttft-ms": ("9000", lambda request: request.first_token_target == request.arrival + 9),
-    "x-slo-ttft-ms": ("9000", lambda request: request.first_token_target == request.arrival + 9),
-    "x-llm-d-slo-tpot-ms": ("40", lambda request: request.target_itl_s == 0.04),
-    "x-slo-tpot-ms": ("40", lambda request: request.target_itl_s == 0.04),
-    "x-session-id": ("talk", lambda request: request.session_id == "talk" and request.retain_s > 0),
-    "x-request-id": ("mine", lambda request: request.client_request_id == "mine"),
-}
 
 
 @pytest.fixture
@@ -38,10 +26,7 @@ def submitted(monkeypatch):
 
 @pytest.fixture
 async def gateway(start_gateway, tmp_path, load_keys):
-    lines = [f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()} gateway act-for-others"]
-    lines.append(f"sha256:{hashlib.sha256(PLAIN.encode()).hexdigest()} plain")
-    (tmp_path / "keys").write_text("\n".join(lines))
-    return await start_gateway(service={"authenticator": load_keys(tmp_path / "keys")}, objectives={"batch": 10})
+    return await start_gateway(service={"authenticator": load_keys(write_keys(tmp_path))}, objectives={"batch": 10})
 
 
 def headers(key=KEY, **others):
@@ -92,7 +77,7 @@ async def test_under_the_gateways_own_key_only_the_operators_header_counts(
     start_gateway, tmp_path, load_keys, submitted
 ):
     (tmp_path / "keys").write_text(f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()} gateway act-for-others")
-    service = {"authenticator": load_keys(tmp_path / "keys")}
+    service = {"authenticator": load_keys(write_keys(tmp_path))}
     given = {"x-tenant": "bolt", "x-llm-d-inference-fairness-id": "acme"}
     for tenant_header in ("", "x-tenant", "x-llm-d-inference-fairness-id"):
         gateway = await start_gateway(service=service, api_key=KEY, tenant_header=tenant_header)

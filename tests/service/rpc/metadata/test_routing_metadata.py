@@ -1,29 +1,15 @@
 """What gateways say in the metadata of calls reaches the scheduler. Each test fails if its key is ignored."""
 
-import hashlib
 import time
 
 import grpc
 import pytest
 from letters import begin, paced
+from wire.routing import ADMITTED, KEY, PLAIN, write_keys
 
 import penstock.v1 as pb
 from penstock.scheduler.loop.engine import Engine
 from penstock.service.requests.return_times import NUM_NEEDED, UNKNOWN_S
-
-KEY, PLAIN = "k" * 40, "p" * 40
-ADMITTED = {
-    "x-llm-d-inference-fairness-id": ("acme", lambda request: request.tenant == "acme"),
-    "x-gateway-inference-fairness-id": ("acme", lambda request: request.tenant == "acme"),
-    "x-llm-d-inference-objective": ("batch", lambda request: request.priority == 10),
-    "x-gateway-inference-objective": ("-4", lambda request: request.priority == -4),
-    "x-llm-d-slo-ttft-ms": ("9000", lambda request: request.first_token_target == request.arrival + 9),
-    "x-slo-ttft-ms": ("9000", lambda request: request.first_token_target == request.arrival + 9),
-    "x-llm-d-slo-tpot-ms": ("40", lambda request: request.target_itl_s == 0.04),
-    "x-slo-tpot-ms": ("40", lambda request: request.target_itl_s == 0.04),
-    "x-session-id": ("talk", lambda request: request.session_id == "talk"),
-    "x-request-id": ("mine", lambda request: request.client_request_id == "mine"),
-}
 
 
 @pytest.fixture
@@ -42,10 +28,7 @@ def submitted(monkeypatch):
 
 @pytest.fixture
 async def service(start_service, tmp_path, load_keys):
-    lines = [f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()} gateway act-for-others"]
-    lines.append(f"sha256:{hashlib.sha256(PLAIN.encode()).hexdigest()} plain")
-    (tmp_path / "keys").write_text("\n".join(lines))
-    return await start_service(authenticator=load_keys(tmp_path / "keys"), objectives={"batch": 10})
+    return await start_service(authenticator=load_keys(write_keys(tmp_path)), objectives={"batch": 10})
 
 
 def metadata(key=KEY, **headers):
