@@ -196,7 +196,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 52
     """An internal error. Report it to the service's operator with the request id."""
     ERROR_REASON_SUPERSEDED: _ErrorReason.ValueType  # 53
-    """Another request of the client replaced this one, by `start.supersedes`."""
+    """Another request of the same client replaced this one through `start.supersedes`."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The reasons for which requests fail. A google.rpc.Status of this service has a google.rpc.ErrorInfo among its
@@ -344,7 +344,7 @@ with the request id.
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 52
 """An internal error. Report it to the service's operator with the request id."""
 ERROR_REASON_SUPERSEDED: ErrorReason.ValueType  # 53
-"""Another request of the client replaced this one, by `start.supersedes`."""
+"""Another request of the same client replaced this one through `start.supersedes`."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 ERROR_CODE_FIELD_NUMBER: _builtins.int
