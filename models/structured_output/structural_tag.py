@@ -96,7 +96,7 @@ class _TagWriter:
         """Returns the terminal of a regular format; None for all others. If it is open, nothing may follow it."""
         if id(form) not in self._known_terminals:
             terminal = self._new_terminal(form)
-            if terminal is not None and form.type in _CONTAINERS:  # a name: the library limits brackets, not names
+            if terminal is not None and form.type in _CONTAINERS:  # named: the library limits brackets, not names
                 terminal = self._named_terminal(terminal)
             self._known_terminals[id(form)] = terminal
         return self._known_terminals[id(form)]
