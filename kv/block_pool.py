@@ -212,7 +212,7 @@ class BlockPool:
                 self._lapsed[block] = None
 
     def _keep_shorter(self, block: int, longer: Lease, lease: Lease) -> None:
-        """Records a lease that does not outlast the block's current one, if it is of the other kind."""
+        """Records a lease that does not outlast the block's current one, if it has the other kind."""
         known = self._shorter.get(block)
         if lease.kind is not longer.kind and (known is None or known.kind is longer.kind or known.until <= lease.until):
             self._shorter[block] = lease

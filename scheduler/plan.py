@@ -397,6 +397,6 @@ class WorkerFacts(msgspec.Struct, frozen=True):
 
 
 def num_row_numbers(max_num_seqs: int) -> int:
-    """Returns the number of row ids. Half are spare: a dropped row's id stays unused until the result of its last
+    """Returns how many row numbers there are. Half are spare: a dropped row's stays unused until the result of its last
     plan."""
     return 2 * max_num_seqs

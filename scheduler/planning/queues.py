@@ -113,7 +113,7 @@ class WaitingQueue:
         """Finds out what the sequence lacks; ``_charge`` keeps it up to date."""
         sequence.num_wanted = sequence.num_missing = sequence.num_evicted = 0
         sequence.num_shared = 0
-        if sequence.reads_cache and not sequence.pinned:  # one that keeps blocks has all that it can find
+        if sequence.reads_cache and not sequence.pinned:  # pinned ones have all that they can find
             hashes = sequence.hashes[: (len(sequence.token_ids) - 1) // self._block_size]
             sequence.num_wanted = len(hashes)
             sequence.num_shared = self._wanted.add_owner(

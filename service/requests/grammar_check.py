@@ -203,7 +203,7 @@ def check_constraint(start: pb.GenerationStart) -> None:
     if start.constraint.WhichOneof("kind") is None:
         if any(tool.function.strict for tool in start.chat.tools):
             return  # only its beginning is set, for strict tools, which are ignored here
-        raise invalid("constraint", "set one of its fields, such as json_schema, or omit constraint")
+        raise invalid("constraint", "set one of its kinds, such as json_schema, or omit constraint")
     for field in ("ignore_eos", "allowed_token_ids"):
         if getattr(start.sampling, field):
             raise invalid("constraint", f"not together with {field}; omit one of them")

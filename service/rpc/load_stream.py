@@ -1,5 +1,5 @@
-"""xds.service.orca.v3.OpenRcaService: load reports outside calls (gRFC A51), for balancers whose calls are long or
-few.
+"""xds.service.orca.v3.OpenRcaService: load reports outside of calls (gRFC A51), for balancers with long or infrequent
+calls.
 
 It needs no credentials: neither Envoy nor gRPC's balancers send any, and the trailers of refused calls have the same
 reports."""

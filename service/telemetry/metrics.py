@@ -92,7 +92,7 @@ class Metrics:
         self.num_ended = 0
         """All requests that ended, including refused ones."""
         self.num_failed = 0
-        """Those of them that failed through the service's fault, or because it was overloaded."""
+        """The requests among them that failed through the service's fault, or because it was overloaded."""
         self.tenants: dict[str, TenantTotals] = {}
         self.recent = RecentLatencies()
         """Latencies of this second. ``recent_stats.py`` puts a new object here each second."""

@@ -45,7 +45,7 @@ _NAMES: Names = (
 
 @dataclass(slots=True)
 class _MessagePlace:
-    """Where a message of the chat is in the request."""
+    """The place of a message of the chat in the request."""
 
     text: str
     """The path of its text."""

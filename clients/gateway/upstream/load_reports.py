@@ -10,7 +10,7 @@ from penstock.clients.gateway.upstream.recent import Recent
 from penstock.v1.orca import SERVICE, TRAILER, OrcaLoadReport, OrcaLoadReportRequest
 
 FORMAT_HEADER = "endpoint-load-metrics-format"
-"""The request header that asks for a report, as in vLLM: TEXT, JSON or BIN."""
+"""The request header that requests a report, as in vLLM: TEXT, JSON or BIN."""
 _HEADER = "endpoint-load-metrics"
 _KEPT_S = 0.2
 """How long a report is reused. Many responses share it."""

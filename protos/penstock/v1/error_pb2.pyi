@@ -88,7 +88,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     constraint.
     """
     ERROR_REASON_DUPLICATE_REQUEST: _ErrorReason.ValueType  # 11
-    """Another request of the tenant with this `idempotency_key` is live, or ended well a short time ago. The metadata of
+    """Another request of the tenant with this `idempotency_key` is live, or succeeded a short time ago. The metadata of
     the ErrorInfo has its `request_id`.
     """
     ERROR_REASON_OPEN_PROMPTS_FULL: _ErrorReason.ValueType  # 12
@@ -236,7 +236,7 @@ ERROR_REASON_NOT_INJECTABLE: ErrorReason.ValueType  # 10
 constraint.
 """
 ERROR_REASON_DUPLICATE_REQUEST: ErrorReason.ValueType  # 11
-"""Another request of the tenant with this `idempotency_key` is live, or ended well a short time ago. The metadata of
+"""Another request of the tenant with this `idempotency_key` is live, or succeeded a short time ago. The metadata of
 the ErrorInfo has its `request_id`.
 """
 ERROR_REASON_OPEN_PROMPTS_FULL: ErrorReason.ValueType  # 12
