@@ -31,8 +31,7 @@ class Pooling(Enum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """How a row's tokens are chosen. Every id is below the tokenizer's vocabulary size, and all limits are checked
-    already.
+    """How a row's tokens are chosen. Every id is below the tokenizer's vocabulary size; all limits are checked.
 
     Filters apply in this order: penalties, ``logit_bias`` and masks, temperature, top_k, top_p, min_p. Then the token
     is the argmax of logits plus Gumbel noise keyed by (seed, position, token id), where position is the index that the
@@ -397,6 +396,5 @@ class WorkerFacts(msgspec.Struct, frozen=True):
 
 
 def num_row_numbers(max_num_seqs: int) -> int:
-    """Returns how many row numbers there are. Half are spare: a dropped row's stays unused until the result of its last
-    plan."""
+    """Returns how many row numbers there are: a dropped row's stays unused until the result of its last plan."""
     return 2 * max_num_seqs
