@@ -266,8 +266,8 @@ docs-serve: setup ## serve the site on 127.0.0.1:8001 and rebuild it after each 
 # The folder of the generated files. A test generates them elsewhere and compares.
 PROTO_OUT ?= protos
 # The descriptor set is for callers without the sources, such as grpcurl and gateways that transcode. It includes the
-# details that a Status may carry. The messages of load reports have their own set: their stubs would be modules named
-# xds, like those of the package xds-protos.
+# details that a Status may carry. The messages of load reports, and those of the Open Inference Protocol, have their own
+# sets: their stubs would be modules with the names of those in xds-protos and tritonclient.
 PROTOC = $(BIN)/python -P -m grpc_tools.protoc -I protos
 
 .PHONY: protos stubs
@@ -282,6 +282,7 @@ stubs:
 	$(PROTOC) --include_imports --descriptor_set_out="$$new/penstock/v1/descriptor.binpb" \
 	  $(sort $(wildcard protos/penstock/v1/*.proto)) google/rpc/error_details.proto; \
 	$(PROTOC) --include_imports --descriptor_set_out="$$new/penstock/v1/orca.binpb" xds/service/orca/v3/orca.proto; \
+	$(PROTOC) --descriptor_set_out="$$new/penstock/v1/kserve.binpb" inference/grpc_service.proto; \
 	mkdir -p $(PROTO_OUT); \
 	find $(PROTO_OUT) -name '*_pb2*.py*' -not -path '*/__pycache__/*' -delete; \
 	cp -R "$$new/." $(PROTO_OUT)/

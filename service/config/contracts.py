@@ -18,13 +18,14 @@ class ForeignContract(NamedTuple):
     """The module with ``add_to_server``; see ``rpc.contracts``."""
     service: str
     """The full name of its gRPC service."""
-    package: str
-    """The importable package with its messages."""
-    extra: str
+    package: str = ""
+    """The importable package with its messages; empty: penstock has them."""
+    extra: str = ""
     """The extra that installs the package."""
 
 
 CONTRACTS: Mapping[str, ForeignContract] = {
+    "kserve": ForeignContract("penstock.service.rpc.kserve.servicer", "inference.GRPCInferenceService"),
     "vllm": ForeignContract(
         "penstock.service.rpc.vllm.servicer", "vllm.grpc.engine.VllmEngine", "smg_grpc_proto", "smg"
     ),
@@ -43,7 +44,7 @@ def read_contracts(text: str | None) -> tuple[str, ...]:
             near = nearest(name, CONTRACTS)
             hint = f"; did you mean {near}?" if near else ""
             raise ConfigError(f"{FLAG}: there is no contract {name!r}{hint}; there is {', '.join(CONTRACTS)}")
-        if importlib.util.find_spec(contract.package) is None:
+        if contract.package and importlib.util.find_spec(contract.package) is None:
             raise ConfigError(
                 f"{FLAG}: {name} needs a package that is not installed; {install_command(contract.extra)}, or omit it"
             )

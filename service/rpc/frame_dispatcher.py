@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import penstock.v1 as pb
 from penstock.service.config.limits import Validator
@@ -24,6 +24,17 @@ _KINDS: dict[str, "pb.FrameKind.ValueType"] = {
     "append": pb.FRAME_KIND_APPEND,
     "commit": pb.FRAME_KIND_COMMIT,
 }
+
+
+class RefusedFrame(NamedTuple):
+    """A frame that is refused before it is read any further than its ref."""
+
+    ref: int
+    error: ServiceError
+
+
+Frame = pb.GenerateRequest | RefusedFrame | ServiceError
+"""A frame of the client. An error is that of a frame of which nothing could be read."""
 
 
 class NewRequest(Protocol):
@@ -49,12 +60,14 @@ class FrameDispatcher:
         """Consecutive frames that were refused, starts only if they were before preparation: a refusal by a full queue,
         which is not the client's fault, does not count."""
 
-    async def read(self, frames: AsyncIterator[pb.GenerateRequest | ServiceError]) -> None:
-        """Handles frames until the client half-closes. An error is that of a frame that was not parsed."""
+    async def read(self, frames: AsyncIterator[Frame]) -> None:
+        """Handles frames until the client half-closes."""
         async for frame in frames:
             num_refused = self._num_refused
             if isinstance(frame, ServiceError):
                 self._refuse(0, pb.FRAME_KIND_UNSPECIFIED, frame)
+            elif isinstance(frame, RefusedFrame):
+                self._refuse(frame.ref, pb.FRAME_KIND_START, frame.error)
             else:
                 self._take(frame)
             del frame  # it may be megabytes, and the next one may not arrive for hours

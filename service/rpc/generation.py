@@ -7,12 +7,12 @@ ends, for any reason, all live requests of its stream end too.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Sequence
 from io import StringIO
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 
 import penstock.v1 as pb
 from penstock.clients.host.routing_headers import RoutingHeaders
@@ -25,7 +25,7 @@ from penstock.service.requests.generate import ResponseMode
 from penstock.service.requests.live.lifecycle import RequestLifecycle
 from penstock.service.requests.live.request_context import RequestContext
 from penstock.service.requests.preparation import Origin
-from penstock.service.rpc.frame_dispatcher import FrameDispatcher
+from penstock.service.rpc.frame_dispatcher import Frame, FrameDispatcher
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.rpc.load_report import current_cost
 from penstock.service.rpc.routing_metadata import ROUTING_METADATA, RoutingMetadata
@@ -40,7 +40,7 @@ from penstock.service.streaming.messages import (
 )
 from penstock.service.streaming.outbox import HEARTBEAT_S, Outbox
 from penstock.service.streaming.parsed_delta import ParsedSequenceDelta
-from penstock.service.streaming.pending_message import OutputForm
+from penstock.service.streaming.pending_message import OutputForm, PendingMessage
 from penstock.service.transport.request_id import new_request_id
 from penstock.v1 import generation_pb2_grpc as pb_grpc
 
@@ -78,13 +78,30 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
         self, request_iterator: AsyncIterator[pb.GenerateRequest], context: Context
     ) -> None:
         """Serves many requests, until the client half-closes and the last request has ended."""
+        await self.serve_stream(request_iterator, context, stream_messages)
+
+    async def serve_stream(
+        self,
+        frames: AsyncIterator[Frame],
+        context: Context,
+        encode: Callable[[PendingMessage], Sequence[Message]],
+        mode_of: Callable[[pb.GenerationStart], ResponseMode] = lambda start: ResponseMode.STREAMED,
+    ) -> None:
+        """Serves the requests of a multiplexed stream, until the frames and the last request have ended. ``encode``
+        builds its messages. ``mode_of``: whether the output of a request is sent as it arrives."""
         headers = self._metadata.read(context)
+
+        def new_request(
+            start: pb.GenerationStart, receiver: Outbox, on_end: Callable[[RequestLifecycle], None]
+        ) -> RequestLifecycle:
+            return self.new_request(start, receiver, on_end, answer=mode_of(start), headers=headers)
+
         await context.send_initial_metadata(())
-        outbox = self.new_outbox(context.write, stream_messages, lambda held: stream.hold(held))  # noqa: PLW0108
-        stream = FrameDispatcher(partial(self.new_request, headers=headers), outbox, self._validator)
+        outbox = self.new_outbox(context.write, encode, lambda held: stream.hold(held))  # noqa: PLW0108
+        stream = FrameDispatcher(new_request, outbox, self._validator)
         self._outboxes.add(outbox)
         outbox.begin_beats()
-        reader = asyncio.create_task(stream.read(request_iterator))
+        reader = asyncio.create_task(stream.read(frames))
         reader.add_done_callback(stream.on_read)
         try:
             await outbox.run()

@@ -10,7 +10,7 @@ import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
-from penstock.v1 import orca
+from penstock.v1 import kserve, orca
 
 _V1ALPHA, _V1 = "grpc.reflection.v1alpha", "grpc.reflection.v1"
 _V1_FILE = "grpc/reflection/v1/reflection.proto"
@@ -35,8 +35,8 @@ def add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:
 
 
 class _ServedDescriptors:
-    """Combines protobuf's default pool and that of load reports, with the methods of a DescriptorPool that reflection
-    uses."""
+    """Combines protobuf's default pool and those of messages that other packages add to it too, with the methods of a
+    DescriptorPool that reflection uses."""
 
     def FindFileByName(self, name: str) -> Any:
         return self._first("FindFileByName", name)
@@ -55,10 +55,12 @@ class _ServedDescriptors:
 
     def _first(self, method: str, name: str) -> Any:
         """Returns the result of the first pool that knows the name. Raises KeyError."""
-        try:
-            return getattr(descriptor_pool.Default(), method)(name)
-        except KeyError:
-            return getattr(orca.POOL, method)(name)
+        for pool in (orca.POOL, kserve.POOL):
+            try:
+                return getattr(pool, method)(name)
+            except KeyError:
+                continue
+        return getattr(descriptor_pool.Default(), method)(name)
 
 
 def _add_v1_descriptor() -> None:

@@ -7,6 +7,7 @@ calls nor the engine.
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import penstock.v1 as pb
 from penstock.models.checkpoint.pooling_config import PoolingConfig
@@ -14,6 +15,8 @@ from penstock.scheduler.request import Event, Request
 from penstock.service.errors import invalid
 from penstock.service.requests.pooled.inputs import PooledInputs
 from penstock.service.requests.preparation import Origin
+
+ResponseT = TypeVar("ResponseT")
 
 MAX_MESSAGE_BYTES = 1 << 20
 """Limit on a message with more than one vector."""
@@ -77,3 +80,33 @@ class EmbedRequestBuilder:
             length = math.hypot(*values) if normalize else 0.0
             response.embeddings.add().values.extend([value / length for value in values] if length else values)
         return response
+
+
+class SingleEmbedBuilder(Generic[ResponseT]):
+    """Builds requests with one input, and the whole response to one, in another contract's message."""
+
+    operation = EmbedRequestBuilder.operation
+
+    def __init__(self, builder: EmbedRequestBuilder, respond: Callable[[Sequence[float], pb.Usage], ResponseT]) -> None:
+        """``respond`` builds the message with the values of the vector."""
+        self._builder = builder
+        self._respond = respond
+
+    def check(self, request: pb.EmbedRequest) -> None:
+        self._builder.check(request)
+
+    def work(self, request: pb.EmbedRequest) -> int:
+        return self._builder.work(request)
+
+    def kept(self, request: pb.EmbedRequest, vector: bytes) -> bytes:
+        return self._builder.kept(request, vector)
+
+    async def prepare(self, request: pb.EmbedRequest, origin: Origin, sink: Callable[[Event], None]) -> Request:
+        return await self._builder.prepare(request, origin, sink)
+
+    def response(
+        self, request: pb.EmbedRequest, request_id: str, usage: pb.Usage, vectors: Sequence[bytes]
+    ) -> ResponseT:
+        """Returns the message with the only vector."""
+        [embedding] = self._builder.message(request, request_id, 0, vectors, usage).embeddings
+        return self._respond(embedding.values, usage)

@@ -26,7 +26,7 @@ from penstock.service.auth.operator_files import OperatorFiles
 from penstock.service.config.contracts import CONTRACTS
 from penstock.service.config.serve_config import ServeConfig
 from penstock.service.requests.generate import RequestBuilder
-from penstock.v1 import orca
+from penstock.v1 import kserve, orca
 
 KEYS = {"acme": "a" * 40, "zenith": "z" * 40, "operators": "o" * 40}
 RIGHTS = {"operators": " admin"}
@@ -39,7 +39,7 @@ def described_methods():
     names = [module.name for module in pkgutil.iter_modules(penstock.v1.__path__) if module.name.endswith("_pb2")]
     files = [importlib.import_module(f"penstock.v1.{name}").DESCRIPTOR for name in names]
     files += [health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR, vllm_engine_pb2.DESCRIPTOR]
-    files.append(orca.POOL.FindFileContainingSymbol(orca.SERVICE))
+    files += [module.POOL.FindFileContainingSymbol(module.SERVICE) for module in (kserve, orca)]
     return {
         f"/{service.full_name}/{method.name}": method
         for file in files
@@ -92,7 +92,7 @@ async def service(start_service, files):
 def channels_of(service, path):
     if path.startswith("/penstock.v1.AdminService/"):
         return [service.admin_channel]
-    of_callers = path.startswith(("/penstock.v1.", "/vllm.", "/xds."))
+    of_callers = path.startswith(("/inference.", "/penstock.v1.", "/vllm.", "/xds."))
     return [service.channel] if of_callers else [service.channel, service.admin_channel]
 
 
@@ -128,6 +128,8 @@ def test_every_method_has_a_rule_and_every_rule_a_method():
     is_open = {path for path, rule in ACCESS.items() if rule is Access.OPEN}
     assert not any(path.startswith("/penstock.") for path in is_open)
     assert {path for path in is_open if path.startswith("/vllm.")} == {"/vllm.grpc.engine.VllmEngine/HealthCheck"}
+    probes = {f"/{kserve.SERVICE}/{name}" for name in ("ModelReady", "ServerLive", "ServerReady")}
+    assert {path for path in is_open if path.startswith("/inference.")} == probes
 
 
 BAD = {
