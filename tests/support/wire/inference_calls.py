@@ -80,18 +80,18 @@ class Inference:
         self._metadata = metadata
         self._methods = {method.name: method for method in METHODS}
 
-    def call(self, name: str, request: Any = None, metadata: Any = None, **fields: Any) -> Any:
-        """Calls a method with a message of its own; of a method that streams, with an iterator of them."""
-        method = self._methods[name]
+    def call(self, method_name: str, request: Any = None, metadata: Any = None, **fields: Any) -> Any:
+        """Calls a method with one message."""
+        method = self._methods[method_name]
         kind, response = message_class(method.input_type.name), message_class(method.output_type.name)
-        connect = self.service.channel.stream_stream if method.client_streaming else self.service.channel.unary_unary
+        path, serialize = f"/{SERVICE}/{method_name}", kind.SerializeToString
         given = kind(**fields) if request is None else request
         metadata = self._metadata if metadata is None else metadata
-        return connect(f"/{SERVICE}/{name}", kind.SerializeToString, response.FromString)(given, metadata=metadata)
+        return self.service.channel.unary_unary(path, serialize, response.FromString)(given, metadata=metadata)
 
-    def stream(self, metadata: Any = None) -> Any:
+    def stream(self, metadata: Any = None, channel: Any = None) -> Any:
         """Begins a ModelStreamInfer, to be written and read."""
-        method = self.service.channel.stream_stream(
+        method = (channel or self.service.channel).stream_stream(
             f"/{SERVICE}/ModelStreamInfer",
             lambda sent: sent if isinstance(sent, bytes) else sent.SerializeToString(),
             message_class("ModelStreamInferResponse").FromString,
