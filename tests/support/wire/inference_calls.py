@@ -102,10 +102,12 @@ class Inference:
         """The text of penstock.v1's own method."""
         start = pb.GenerationStart(text=prompt, sampling=pb.SamplingParams(**sampling))
         complete = await self.service.generation.Complete(pb.CompleteRequest(start=start), metadata=self._metadata)
-        return complete.choices[0].text
+        text: str = complete.choices[0].text
+        return text
 
     def live(self) -> int:
-        return self.service.engine.stats().requests
+        num_requests: int = self.service.engine.stats().requests
+        return num_requests
 
 
 async def read_answers(call: Any) -> dict[str, Answer]:

@@ -1,6 +1,7 @@
 """What a request may contain: both forms of tensors, all parameters, and a refusal by name of everything else."""
 
 import json
+from typing import Any
 
 import grpc
 import pytest
@@ -282,14 +283,14 @@ def start_of(request):
     return start
 
 
-ALL = {
+ALL: dict[str, Any] = {
     "allowed_token_ids": [97, 98], "bad_words": ["x"], "frequency_penalty": 0.5, "ignore_eos": True,
     "logit_bias": {7: 1.5}, "max_tokens": 9, "min_p": 0.125, "min_tokens": 2, "n": 2, "presence_penalty": -0.5,
     "repetition_penalty": 1.5, "seed": 5, "stop": ["x", "y"], "stop_token_ids": [4], "temperature": 0.5,
     "thinking_token_budget": 3, "top_k": 3, "top_p": 0.25,
 }  # fmt: skip
 """Fields of SamplingParams that have the same name in a request."""
-OTHERS = {
+OTHERS: dict[str, Any] = {
     "priority": 3, "skip_special_tokens": False, "structured_outputs": {"regex": "a+"}, "timeout": 1500,
     "triton_enable_empty_final_response": True, "truncate_prompt_tokens": 8,
 }  # fmt: skip

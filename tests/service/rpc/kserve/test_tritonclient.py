@@ -3,6 +3,7 @@
 import asyncio
 import json
 import queue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ class Stream:
 
     def __init__(self, target):
         self.client = tritonclient.grpc.InferenceServerClient(target)
-        self.found: queue.Queue = queue.Queue()
+        self.found: queue.Queue[Any] = queue.Queue()
         self.client.start_stream(lambda result, error: self.found.put((result, error)))
 
     def send(self, request_id="", parameters=None, outputs=None, **inputs):
@@ -39,7 +40,8 @@ class Stream:
 
     def answers(self, num_final):
         """The results by id, until so many are final, and the errors."""
-        results, errors = {}, []
+        results: dict[str, list[Any]] = {}
+        errors: list[str] = []
         while num_final:
             result, error = self.found.get(timeout=60)
             if error is not None:
@@ -164,7 +166,7 @@ async def test_a_stream_with_coroutines_and_its_cancel(start_inference):
 async def test_a_cancelled_call_ends_its_row(start_inference):
     inference = await start_inference(paced())
     with tritonclient.grpc.InferenceServerClient(inference.target) as client:
-        found: queue.Queue = queue.Queue()
+        found: queue.Queue[Any] = queue.Queue()
         call = client.async_infer(
             "bytes", tensors(text_input=PROMPT), lambda result, error: found.put(error), parameters={"max_tokens": 3000}
         )
