@@ -22,12 +22,14 @@ class ForeignContract(NamedTuple):
     """The importable package with its messages; empty: penstock has them."""
     extra: str = ""
     """The extra that installs the package."""
+    reports_cache: bool = False
+    """Whether it reports the contents of the prefix cache, and so all prompts."""
 
 
 CONTRACTS: Mapping[str, ForeignContract] = {
     "kserve": ForeignContract("penstock.service.rpc.kserve.servicer", "inference.GRPCInferenceService"),
     "vllm": ForeignContract(
-        "penstock.service.rpc.vllm.servicer", "vllm.grpc.engine.VllmEngine", "smg_grpc_proto", "smg"
+        "penstock.service.rpc.vllm.servicer", "vllm.grpc.engine.VllmEngine", "smg_grpc_proto", "smg", reports_cache=True
     ),
 }
 """Every contract, by its name in the flag."""

@@ -32,7 +32,7 @@ _CONFIG_TYPES: Mapping[Datatype, str] = {
 _READY, _UNAVAILABLE = "READY", "UNAVAILABLE"
 
 
-class Metadata:
+class InferenceMetadata:
     """Builds the responses for one service. Requests are messages of the contract."""
 
     def __init__(self, parts: ContractParts) -> None:

@@ -42,7 +42,7 @@ Values = Mapping[str, tuple[str, Any]]
 
 
 class _Wrong(Exception):
-    """A value of the wrong type. The text says which would be right."""
+    """A value of the wrong type. The text names the right one."""
 
 
 def read_parameters(request: Any, sampling_json: str | None) -> Values:
@@ -231,7 +231,7 @@ _CONSTRAINTS: Mapping[str, str] = {
 
 
 def _ignore(message: Any, value: Any) -> None:
-    """The last response always has outputs, and says that it is the last."""
+    """Checks only the type: the last response is always marked, and has outputs."""
     _flag(value)
 
 

@@ -55,7 +55,7 @@ _OWN_NAMES: Mapping[str, str] = {
 """The contract's names for fields of penstock.v1 that are no parameters, for errors."""
 
 
-class Options(NamedTuple):
+class InferOptions(NamedTuple):
     """What the response to a request needs to know of it."""
 
     request_id: str
@@ -69,7 +69,7 @@ class Options(NamedTuple):
     """The request's names for fields of penstock.v1, for errors."""
 
 
-def fill_generation(start: pb.GenerationStart, request: Any, *, may_stream: bool) -> Options:
+def fill_generation(start: pb.GenerationStart, request: Any, *, may_stream: bool) -> InferOptions:
     """Sets the fields of a GenerationStart. Raises ServiceError; values are checked as in any other request.
     ``may_stream``: whether a response may come in parts."""
     _check_head(request)
@@ -85,7 +85,7 @@ def fill_generation(start: pb.GenerationStart, request: Any, *, may_stream: bool
     if NUM_OUTPUT_TOKENS in outputs:
         start.output.format = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
     prefix = _prefix(inputs, streams, start.text, start.sampling.n or 1)
-    return Options(request.id, streams, outputs, prefix, field_names)
+    return InferOptions(request.id, streams, outputs, prefix, field_names)
 
 
 def fill_embedding(embed: pb.EmbedRequest, request: Any) -> Mapping[str, str]:

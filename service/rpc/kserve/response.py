@@ -12,7 +12,7 @@ from penstock.scheduler.request import EngineFinishReason, SequenceDelta, StopMa
 from penstock.service.requests.generate import ResponseMode
 from penstock.service.rpc.contracts import renamed_status
 from penstock.service.rpc.kserve import request as names
-from penstock.service.rpc.kserve.request import MODEL_VERSION, OUTPUTS, Options
+from penstock.service.rpc.kserve.request import MODEL_VERSION, OUTPUTS, InferOptions
 from penstock.service.rpc.kserve.tensors import Output, add_outputs
 from penstock.service.streaming.pending_message import PendingMessage
 from penstock.v1.kserve import ModelInferResponse, ModelStreamInferResponse
@@ -25,7 +25,7 @@ FINAL = "triton_final_response"
 """The parameter of a response on a stream: whether the request has no more."""
 
 
-class Part(NamedTuple):
+class ChoicePart(NamedTuple):
     """The output of one choice, or what is new of it."""
 
     text: str
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     """Empty if it has not ended."""
     num_tokens: int
     cumulative_logprob: float
-    """From the first token on."""
+    """The sum for all tokens so far."""
 
 
 class ResponseBuilder:
@@ -46,7 +46,7 @@ class ResponseBuilder:
         """Returns a ModelInferResponse without outputs."""
         return ModelInferResponse(model_name=self._model_name, model_version=MODEL_VERSION, id=request_id)
 
-    def text_response(self, options: Options, parts: Sequence[Part], num_input_tokens: int) -> Any:
+    def text_response(self, options: InferOptions, parts: Sequence[ChoicePart], num_input_tokens: int) -> Any:
         """Returns a response with the wanted outputs, each with one element for each choice."""
         response = self.infer_response(options.request_id)
         elements: Mapping[str, Sequence[Any]] = {
@@ -62,10 +62,10 @@ class ResponseBuilder:
         add_outputs(response, outputs)
         return response
 
-    def whole_response(self, options: Options, complete: pb.CompleteResponse) -> Any:
+    def whole_response(self, options: InferOptions, complete: pb.CompleteResponse) -> Any:
         """Returns the response with a whole output."""
         parts = [
-            Part(
+            ChoicePart(
                 choice.text,
                 _OWN_REASONS.get(choice.end.reason, ""),
                 len(choice.token_ids),
@@ -77,7 +77,7 @@ class ResponseBuilder:
 
 
 @dataclass(slots=True)
-class _Choice:
+class _StreamedChoice:
     """The output of one choice that is not sent yet, and its sums so far."""
 
     text: StringIO = field(default_factory=StringIO)
@@ -92,17 +92,17 @@ class _Choice:
             self.cumulative_logprob += sum(delta.logprobs.chosen)
         self.end = delta.end or self.end
 
-    def take_part(self) -> Part:
+    def take_part(self) -> ChoicePart:
         reason = "" if self.end is None else _REASONS.get(self.end.reason, "")
-        part = Part(self.text.getvalue(), reason, self.num_tokens, self.cumulative_logprob)
+        part = ChoicePart(self.text.getvalue(), reason, self.num_tokens, self.cumulative_logprob)
         self.text, self.num_tokens = StringIO(), 0
         return part
 
 
-class _Request:
+class _StreamedRequest:
     """A live request of a stream."""
 
-    def __init__(self, options: Options, choices: Sequence[_Choice]) -> None:
+    def __init__(self, options: InferOptions, choices: Sequence[_StreamedChoice]) -> None:
         self.options = options
         self.choices = choices
         self.num_input_tokens = 0
@@ -118,7 +118,7 @@ class StreamEncoder:
 
     def __init__(self, builder: ResponseBuilder) -> None:
         self._builder = builder
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _StreamedRequest] = {}
         self._ids: set[str] = set()
         self._refused_ids: dict[int, str] = {}
         """The ids of requests that are refused before they are live."""
@@ -127,10 +127,10 @@ class StreamEncoder:
         """Returns whether a live request has this id."""
         return request_id in self._ids
 
-    def add_request(self, start: pb.GenerationStart, options: Options) -> None:
+    def add_request(self, start: pb.GenerationStart, options: InferOptions) -> None:
         """Adds a request before its first output."""
         num_choices = min(start.sampling.n or 1, MAX_CHOICES)  # more are refused later
-        self._requests[start.ref] = _Request(options, [_Choice() for _ in range(num_choices)])
+        self._requests[start.ref] = _StreamedRequest(options, [_StreamedChoice() for _ in range(num_choices)])
         self._ids.add(options.request_id)
 
     def add_refused(self, ref: int, request_id: str) -> None:
@@ -176,13 +176,13 @@ class StreamEncoder:
         response.parameters[FINAL].bool_param = True
         return ModelStreamInferResponse(error_message=status.message, infer_response=response)
 
-    def _text_message(self, request: _Request, *, is_final: bool) -> Any:
+    def _text_message(self, request: _StreamedRequest, *, is_final: bool) -> Any:
         parts = [choice.take_part() for choice in request.choices]
         response = self._builder.text_response(request.options, parts, request.num_input_tokens)
         response.parameters[FINAL].bool_param = is_final
         return ModelStreamInferResponse(infer_response=response)
 
-    def _removed(self, ref: int) -> _Request | None:
+    def _removed(self, ref: int) -> _StreamedRequest | None:
         request = self._requests.pop(ref, None)
         if request is not None:
             self._ids.discard(request.options.request_id)

@@ -16,11 +16,11 @@ from penstock.service.requests.pooled.embed import SingleEmbedBuilder
 from penstock.service.rpc.contracts import ContractParts, protocol_error, renamed_status
 from penstock.service.rpc.frame_dispatcher import Frame, RefusedFrame
 from penstock.service.rpc.interceptor import current_request_id
-from penstock.service.rpc.kserve.metadata import Metadata
+from penstock.service.rpc.kserve.metadata import InferenceMetadata
 from penstock.service.rpc.kserve.request import (
     EMBEDDING,
     MAX_ID_BYTES,
-    Options,
+    InferOptions,
     fill_embedding,
     fill_generation,
     is_embedding,
@@ -75,7 +75,7 @@ class InferenceService:
 
     def __init__(self, parts: ContractParts) -> None:
         self._parts = parts
-        self._metadata = Metadata(parts)
+        self._metadata = InferenceMetadata(parts)
         self._builder = ResponseBuilder(parts.model_name)
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class InferenceService:
         encoder.add_request(start, options)
         return frame
 
-    def _streamed(self, start: pb.GenerationStart, request: Any, encoder: StreamEncoder) -> Options:
+    def _streamed(self, start: pb.GenerationStart, request: Any, encoder: StreamEncoder) -> InferOptions:
         if is_embedding(request, self._parts.generates):
             raise ServiceError(Reason.NO_GENERATION, _ONLY_WHOLE)
         if request.id and encoder.has_live(request.id):

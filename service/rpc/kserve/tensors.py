@@ -107,7 +107,7 @@ def _of_contents(tensor: Any, datatype: Datatype) -> bytes | bool:
     if given:
         raise invalid(tensor.name, f"must be in {field}; it has {', '.join(given)}")
     if len(elements) != 1:
-        raise invalid(tensor.name, f"must have one element in {field}, as its shape says; it has {len(elements):,}")
+        raise invalid(tensor.name, f"must have one element in {field}, as in its shape; it has {len(elements):,}")
     element: bytes | bool = elements[0]
     return element
 

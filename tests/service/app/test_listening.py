@@ -175,6 +175,7 @@ class TestExposure:
             (["--http-host=0.0.0.0", "--http-port=0"], "--http-host 0.0.0.0:0: anyone", "--api-keys-file or --jwt"),
             (["--metrics-listen=0.0.0.0:0"], "--metrics-listen 0.0.0.0:0: anyone", "firewall, or listen on 127.0.0.1"),
             (["--host=0.0.0.0", "--tls-cert=c", "--tls-key=k"], "--host 0.0.0.0:0: anyone", "--api-keys-file"),
+            (["--host=::", "--contracts=kserve"], "--host [::]:0: anyone who can reach this address can use", "--api"),
             (["--host=::", "--contracts=vllm"], "--host [::]:0: anyone who can reach this address can read", "gateway"),
         ],
     )

@@ -18,6 +18,7 @@ def test_every_contract_has_its_module():
 def test_names_are_listed_and_none_is_the_default():
     assert read_contracts(ServeConfig().contracts) == ()
     assert read_contracts("vllm, vllm ,") == ("vllm",)
+    assert read_contracts("kserve,vllm") == ("kserve", "vllm")
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():

@@ -103,10 +103,10 @@ REFUSED = {
         changed(shape=[1] * 9),
         f"text_input: must have the shape [1], one element; it has {[1] * 8}...",
     ),
-    "no contents": (with_contents(), "text_input: must have one element in bytes_contents, as its shape says; it has"),
+    "no contents": (with_contents(), "text_input: must have one element in bytes_contents, as in its shape; it has"),
     "more contents": (
         with_contents(bytes_contents=[b"a", b"b"]),
-        "text_input: must have one element in bytes_contents, as its shape says; it has 2",
+        "text_input: must have one element in bytes_contents, as in its shape; it has 2",
     ),
     "another field": (with_contents(int_contents=[1]), "text_input: must be in bytes_contents; it has int_contents"),
     "two fields": (
