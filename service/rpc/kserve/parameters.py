@@ -5,7 +5,8 @@ Numbers and bools may also be texts, as in the samples of Triton's vLLM backend.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import penstock.v1 as pb
@@ -19,6 +20,10 @@ from penstock.service.rpc.kserve.tensors import shown, unknown
 SAMPLING_INPUT = "sampling_parameters"
 MAX_JSON_BYTES = 512 << 10
 """Limit on the JSON text: parsing it blocks the event loop for 5 ms."""
+MAX_BIASES = 1024
+"""Limit of penstock.v1 on logit_bias, checked here too: a map with many colliding keys is slow."""
+_MAX_NAME = 64
+"""How many characters of a parameter's name an error repeats."""
 _MICROSECONDS_IN_MS = 1000
 _OFF = -1
 """vLLM's value for a random seed, and for all tokens in ``top_k``."""
@@ -37,31 +42,58 @@ _UNSUPPORTED: Mapping[str, str] = {
 }
 """Known parameters that this service does not support, with the reason and the remedy."""
 
-Values = Mapping[str, tuple[str, Any]]
-"""Parameters by name: their path in the request, for errors, and their value."""
+Setter = Callable[[Any, Any], None]
+"""Sets a field of a message from a parameter's value."""
 
 
 class _Wrong(Exception):
     """A value of the wrong type. The text names the right one."""
 
 
-def read_parameters(request: Any, sampling_json: str | None) -> Values:
-    """Returns the parameters of a ModelInferRequest. Raises ServiceError for one that is given twice."""
-    found: dict[str, tuple[str, Any]] = {}
-    for name, path, value in (*_of_map(request.parameters), *_of_json(sampling_json)):
-        if name in found:
-            raise invalid(path, f"is in {found[name][0]} too; send it once")
-        found[name] = path, value
-    return found
+def fill_start(start: pb.GenerationStart, request: Any, sampling_json: str | None) -> dict[str, str]:
+    """Sets the fields of a GenerationStart from the parameters of a ModelInferRequest. Returns the paths of the
+    parameters by those of the fields, for errors. Raises ServiceError for a parameter that is unknown or given twice,
+    or whose value has the wrong type."""
+    return _fill(start, GENERATION_PARAMETERS, chain(_of_map(request.parameters), _of_json(sampling_json)))
+
+
+def fill_embed_request(embed: pb.EmbedRequest, request: Any) -> dict[str, str]:
+    """Does the same for an EmbedRequest."""
+    return _fill(embed, _EMBEDDING_PARAMETERS, _of_map(request.parameters))
+
+
+def _fill(
+    message: Any, known: Mapping[str, tuple[str, Setter]], given: Iterable[tuple[str, str, Any]]
+) -> dict[str, str]:
+    """Sets the fields of a message from parameters with their name, path and value."""
+    paths: dict[str, str] = {}
+    for name, where, value in given:
+        path = f"{where}.{name[:_MAX_NAME]}"
+        if name not in known:
+            if name in _UNSUPPORTED:
+                raise invalid(path, _UNSUPPORTED[name])
+            raise unknown(where, "parameter", name, known)
+        field, set_field = known[name]
+        if field in paths:
+            raise invalid(path, f"is in {paths[field]} too; send it once")
+        paths[field] = path
+        try:
+            set_field(message, value)
+        except _Wrong as error:
+            raise invalid(path, f"{error}; it is {_given(value)}") from None
+        except InvalidOption as error:
+            raise invalid(path, error.problem) from None
+        except ValueError:
+            raise invalid(path, f"is out of range; it is {_given(value)}") from None
+        except TypeError:
+            raise invalid(path, "contains a value of the wrong type") from None
+    return paths
 
 
 def _of_map(parameters: Any) -> Iterator[tuple[str, str, Any]]:
     for name in parameters:
         kind = parameters[name].WhichOneof("parameter_choice")
-        path = f"parameters.{name[:64]}"
-        if kind is None:
-            raise invalid(path, "has no value; set one, or omit it")
-        yield name, path, getattr(parameters[name], kind)
+        yield name, "parameters", None if kind is None else getattr(parameters[name], kind)
 
 
 def _of_json(text: str | None) -> Iterator[tuple[str, str, Any]]:
@@ -77,44 +109,13 @@ def _of_json(text: str | None) -> Iterator[tuple[str, str, Any]]:
         raise invalid(SAMPLING_INPUT, 'must be the JSON text of an object, such as {"max_tokens": 16}')
     for name, value in values.items():
         if value is not None:  # vLLM's value for its default
-            yield name, f"{SAMPLING_INPUT}.{name[:64]}", value
-
-
-def fill_start(start: pb.GenerationStart, values: Values) -> dict[str, str]:
-    """Sets the fields of a GenerationStart. Returns the paths of the parameters by those of the fields, for errors.
-    Raises ServiceError for a parameter that is unknown, or whose value has the wrong type."""
-    return _fill(start, values, GENERATION_PARAMETERS)
-
-
-def fill_embed_request(request: pb.EmbedRequest, values: Values) -> dict[str, str]:
-    """Does the same for an EmbedRequest."""
-    return _fill(request, values, _EMBEDDING_PARAMETERS)
-
-
-def _fill(message: Any, values: Values, known: Mapping[str, tuple[str, Callable[[Any, Any], None]]]) -> dict[str, str]:
-    paths = {}
-    for name, (path, value) in values.items():
-        if name not in known:
-            if name in _UNSUPPORTED:
-                raise invalid(path, _UNSUPPORTED[name])
-            raise unknown(path.partition(".")[0], "parameter", name, known)
-        field, set_value = known[name]
-        try:
-            set_value(message, value)
-        except _Wrong as error:
-            raise invalid(path, f"{error}; it is {_given(value)}") from None
-        except InvalidOption as error:
-            raise invalid(path, error.problem) from None
-        except ValueError:
-            raise invalid(path, f"is out of range; it is {_given(value)}") from None
-        except TypeError:
-            raise invalid(path, "contains a value of the wrong type") from None
-        paths[field] = path
-    return paths
+            yield name, SAMPLING_INPUT, value
 
 
 def _given(value: Any) -> str:
     """Returns a value for an error; of a list or an object, which may be long and deep, only what it is."""
+    if value is None:
+        return "not set"
     if isinstance(value, list | dict):
         return "a list" if isinstance(value, list) else "an object"
     return shown(str(value))
@@ -159,7 +160,7 @@ def _texts(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else _list(value, "texts")
 
 
-def _sampling(field: str, convert: Callable[[Any], Any], off: int | None = None) -> tuple[str, Callable[..., None]]:
+def _sampling(field: str, convert: Callable[[Any], Any], off: int | None = None) -> tuple[str, Setter]:
     """Returns how a field of SamplingParams is set. ``off`` is a value that stands for none."""
 
     def set_value(start: pb.GenerationStart, value: Any) -> None:
@@ -172,13 +173,16 @@ def _sampling(field: str, convert: Callable[[Any], Any], off: int | None = None)
     return f"sampling.{field}", set_value
 
 
-def _field(name: str, convert: Callable[[Any], Any]) -> tuple[str, Callable[..., None]]:
+def _field(name: str, convert: Callable[[Any], Any]) -> tuple[str, Setter]:
     """Returns how a field of the message itself is set."""
     return name, lambda message, value: setattr(message, name, convert(value))
 
 
 def _ids(value: Any) -> list[int]:
-    return [_integer(each) for each in _list(value, "token ids")]
+    ids = _list(value, "token ids")
+    if set(map(type, ids)) - {int}:
+        raise TypeError
+    return ids
 
 
 def _set_seed(start: pb.GenerationStart, value: Any) -> None:
@@ -190,6 +194,8 @@ def _set_seed(start: pb.GenerationStart, value: Any) -> None:
 def _set_logit_bias(start: pb.GenerationStart, value: Any) -> None:
     if not isinstance(value, dict):
         raise _Wrong(f"must be an object of numbers by token id, in the JSON text of the input {SAMPLING_INPUT}")
+    if len(value) > MAX_BIASES:
+        raise _Wrong(f"at most {MAX_BIASES:,} entries")
     for token_id, bias in value.items():
         start.sampling.logit_bias[_integer(token_id)] = _number(bias)
 
@@ -235,7 +241,7 @@ def _ignore(message: Any, value: Any) -> None:
     _flag(value)
 
 
-GENERATION_PARAMETERS: Mapping[str, tuple[str, Callable[[Any, Any], None]]] = {
+GENERATION_PARAMETERS: Mapping[str, tuple[str, Setter]] = {
     "allowed_token_ids": _sampling("allowed_token_ids", _ids),
     "bad_words": _sampling("bad_words", _texts),
     "frequency_penalty": _sampling("frequency_penalty", _number),
@@ -262,7 +268,7 @@ GENERATION_PARAMETERS: Mapping[str, tuple[str, Callable[[Any, Any], None]]] = {
     "truncate_prompt_tokens": _field("truncate_prompt_tokens", _integer),
 }
 """The parameters of a request for text: the field that each one sets, and how."""
-_EMBEDDING_PARAMETERS: Mapping[str, tuple[str, Callable[[Any, Any], None]]] = {
+_EMBEDDING_PARAMETERS: Mapping[str, tuple[str, Setter]] = {
     "dimensions": _field("dimensions", _integer),
     "normalize": _field("normalize", _flag),
     "priority": _field("priority", _integer),

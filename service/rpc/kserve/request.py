@@ -1,12 +1,12 @@
 """Translates a ModelInferRequest to a request of penstock.v1. Unknown tensors and parameters are refused by name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import penstock.v1 as pb
 from penstock.service.config.text_size import utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
-from penstock.service.rpc.kserve.parameters import SAMPLING_INPUT, fill_embed_request, fill_start, read_parameters
+from penstock.service.rpc.kserve.parameters import SAMPLING_INPUT, fill_embed_request, fill_start
 from penstock.service.rpc.kserve.tensors import Datatype, read_inputs, shown, unknown
 
 MODEL_VERSION = "1"
@@ -21,12 +21,14 @@ _STREAM_NAMES = (STREAM, "streaming")
 TEXT, FINISH_REASON, EMBEDDING = "text_output", "finish_reason", "embedding"
 CUMULATIVE_LOGPROB, NUM_INPUT_TOKENS = "cumulative_logprob", "num_input_tokens"
 NUM_OUTPUT_TOKENS = "num_output_tokens"
+ANY_SIZE = -1
+"""Stands in a shape for the number of choices."""
 OUTPUTS: Mapping[str, tuple[Datatype, Sequence[int]]] = {
-    TEXT: (Datatype.BYTES, [-1]),
-    FINISH_REASON: (Datatype.BYTES, [-1]),
-    CUMULATIVE_LOGPROB: (Datatype.FP32, [-1]),
+    TEXT: (Datatype.BYTES, [ANY_SIZE]),
+    FINISH_REASON: (Datatype.BYTES, [ANY_SIZE]),
+    CUMULATIVE_LOGPROB: (Datatype.FP32, [ANY_SIZE]),
     NUM_INPUT_TOKENS: (Datatype.UINT32, [1]),
-    NUM_OUTPUT_TOKENS: (Datatype.UINT32, [-1]),
+    NUM_OUTPUT_TOKENS: (Datatype.UINT32, [ANY_SIZE]),
 }
 """The outputs of a model that generates text, in their order, with their types and shapes."""
 _RETURN = "return_"
@@ -76,8 +78,7 @@ def fill_generation(start: pb.GenerationStart, request: Any, *, may_stream: bool
     inputs = read_inputs(request, INPUTS)
     start.model, start.client_request_id = request.model_name, request.id
     start.text = _prompt(inputs)
-    values = read_parameters(request, _text(inputs, SAMPLING_INPUT))
-    field_names = {**_OWN_NAMES, **fill_start(start, values)}
+    field_names = {**_OWN_NAMES, **fill_start(start, request, _text(inputs, SAMPLING_INPUT))}
     streams = _streams(inputs, may_stream)
     outputs = _wanted_outputs(request, inputs)
     if CUMULATIVE_LOGPROB in outputs:
@@ -92,11 +93,10 @@ def fill_embedding(embed: pb.EmbedRequest, request: Any) -> Mapping[str, str]:
     """Sets the fields of an EmbedRequest. Returns the request's names for fields of penstock.v1, for errors. Raises
     ServiceError."""
     _check_head(request)
-    for output in request.outputs:
-        _check_output(output, (EMBEDDING,))
+    _check_outputs(request.outputs, (EMBEDDING,))
     embed.model, embed.client_request_id = request.model_name, request.id
     embed.inputs.add().text = _prompt(read_inputs(request, EMBEDDING_INPUTS))
-    return {**_OWN_NAMES, **fill_embed_request(embed, read_parameters(request, None))}
+    return {**_OWN_NAMES, **fill_embed_request(embed, request)}
 
 
 def is_embedding(request: Any, generates: bool) -> bool:
@@ -141,8 +141,7 @@ def _streams(inputs: Mapping[str, str | bool], may_stream: bool) -> bool:
 
 
 def _wanted_outputs(request: Any, inputs: Mapping[str, str | bool]) -> frozenset[str]:
-    for output in request.outputs:
-        _check_output(output, OUTPUTS)
+    _check_outputs(request.outputs, OUTPUTS)
     wanted = {output.name for output in request.outputs} or set(_DEFAULT_OUTPUTS)
     for output in OUTPUTS:
         is_wanted = inputs.get(f"{_RETURN}{output}")
@@ -151,11 +150,16 @@ def _wanted_outputs(request: Any, inputs: Mapping[str, str | bool]) -> frozenset
     return frozenset(wanted)
 
 
-def _check_output(output: Any, known: Sequence[str] | Mapping[str, Any]) -> None:
-    if output.name not in known:
-        raise unknown("outputs", "output", output.name, known)
-    for key in output.parameters:
-        raise invalid(output.name, f"the parameter {shown(key)} of this output is not supported; omit it")
+def _check_outputs(outputs: Iterable[Any], known: Collection[str]) -> None:
+    found = set()
+    for output in outputs:
+        if output.name not in known:
+            raise unknown("outputs", "output", output.name, known)
+        if output.name in found:
+            raise invalid("outputs", f"{output.name} is there twice; name it once")
+        found.add(output.name)
+        for key in output.parameters:
+            raise invalid(output.name, f"the parameter {shown(key)} of this output is not supported; omit it")
 
 
 def _prefix(inputs: Mapping[str, str | bool], streams: bool, prompt: str, num_choices: int) -> str:

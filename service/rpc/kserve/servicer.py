@@ -25,8 +25,8 @@ from penstock.service.rpc.kserve.request import (
     fill_generation,
     is_embedding,
 )
-from penstock.service.rpc.kserve.response import ResponseBuilder, StreamEncoder
-from penstock.service.rpc.kserve.tensors import Datatype, Output, add_outputs
+from penstock.service.rpc.kserve.response import StreamEncoder, empty_response, whole_response
+from penstock.service.rpc.kserve.tensors import Datatype, add_output, raw_numbers
 from penstock.v1.kserve import METHODS, SERVICE, message_class
 
 _NO_STATISTICS = (
@@ -76,7 +76,6 @@ class InferenceService:
     def __init__(self, parts: ContractParts) -> None:
         self._parts = parts
         self._metadata = InferenceMetadata(parts)
-        self._builder = ResponseBuilder(parts.model_name)
 
     def close(self) -> None:
         """Does nothing: its streams end with those of penstock.v1."""
@@ -119,12 +118,12 @@ class InferenceService:
             response = await self._parts.generation.Complete(complete, context)
         except StatusError as error:
             raise StatusError(renamed_status(error.status, options.field_names)) from None
-        return self._builder.whole_response(options, response)
+        return whole_response(self._parts.model_name, options, response)
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Context) -> None:
         """Serves many requests for texts. Their failures are messages; only bytes that are no message end the
         stream."""
-        encoder = StreamEncoder(self._builder)
+        encoder = StreamEncoder(self._parts.model_name)
         await self._parts.generation.serve_stream(self._frames(requests, encoder), context, encoder, encoder.mode_of)
 
     async def _frames(self, requests: AsyncIterator[Any], encoder: StreamEncoder) -> AsyncIterator[Frame]:
@@ -159,8 +158,9 @@ class InferenceService:
         field_names = self._charged(lambda: fill_embedding(embed, request))
 
         def respond(values: Sequence[float], usage: pb.Usage) -> Any:
-            response = self._builder.infer_response(request.id)
-            add_outputs(response, [Output(EMBEDDING, Datatype.FP32, values, (1, len(values)))])
+            response = empty_response(self._parts.model_name, request.id)
+            add_output(response, EMBEDDING, Datatype.FP32, (1, len(values)))
+            response.raw_output_contents.append(raw_numbers(Datatype.FP32, values))
             return response
 
         builder = SingleEmbedBuilder(self._parts.embed_builder, respond)

@@ -7,7 +7,7 @@ reads numbers only there.
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from penstock.clients.cli.command_parser import nearest
 from penstock.service.errors import ServiceError, invalid
@@ -16,6 +16,8 @@ _LENGTH_BYTES = 4
 """The size of the number before the bytes of each element of type BYTES."""
 _SHAPES = ([1], [1, 1])
 """The shapes of one element. Clients of batched models add a dimension."""
+_MAX_DIMS = 8
+"""How many dimensions of a shape an error repeats."""
 _MAX_SHOWN = 64
 """How many characters of a caller's name an error repeats."""
 _TEXT_CODEC = "str"
@@ -35,16 +37,6 @@ _CONTENTS: Mapping[Datatype, str] = {Datatype.BOOL: "bool_contents", Datatype.BY
 """The field of InferTensorContents for each type of input."""
 _FORMATS: Mapping[Datatype, str] = {Datatype.FP32: "f", Datatype.UINT32: "I"}
 """The format of each type of number, for struct."""
-
-
-class Output(NamedTuple):
-    """An output tensor of one dimension, unless ``shape`` gives more."""
-
-    name: str
-    datatype: Datatype
-    elements: Sequence[Any]
-    """Texts or numbers."""
-    shape: Sequence[int] = ()
 
 
 def read_inputs(request: Any, kinds: Mapping[str, Datatype]) -> dict[str, str | bool]:
@@ -73,8 +65,9 @@ def _element(tensor: Any, datatype: Datatype, raw: bytes | None) -> str | bool:
     name = tensor.name
     if tensor.datatype != datatype.value:
         raise invalid(name, f"must have the datatype {datatype.value}; it has {shown(tensor.datatype)}")
-    if tensor.shape not in _SHAPES:
-        given = f"{list(tensor.shape[:8])}{'...' if len(tensor.shape) > 8 else ''}"
+    shape = list(tensor.shape[:_MAX_DIMS])  # there may be millions
+    if shape not in _SHAPES:
+        given = f"{shape}{'...' if len(tensor.shape) > _MAX_DIMS else ''}"
         raise invalid(name, f"must have the shape [1], one element; it has {given}")
     _check_parameters(tensor, datatype)
     if raw is None:
@@ -128,19 +121,20 @@ def _of_raw(name: str, datatype: Datatype, raw: bytes) -> bytes | bool:
     return raw[_LENGTH_BYTES:]
 
 
-def add_outputs(response: Any, outputs: Iterable[Output]) -> None:
-    """Adds tensors to a ModelInferResponse."""
-    for output in outputs:
-        shape = output.shape or (len(output.elements),)
-        response.outputs.add(name=output.name, datatype=output.datatype.value, shape=shape)
-        response.raw_output_contents.append(_raw(output))
+def add_output(response: Any, name: str, datatype: Datatype, shape: Sequence[int]) -> None:
+    """Adds a tensor to a ModelInferResponse, without its elements. These follow in raw_output_contents."""
+    response.outputs.add(name=name, datatype=datatype.value, shape=shape)
 
 
-def _raw(output: Output) -> bytes:
-    if output.datatype is Datatype.BYTES:
-        texts = [text.encode() for text in output.elements]
-        return b"".join([part for text in texts for part in (len(text).to_bytes(_LENGTH_BYTES, "little"), text)])
-    return struct.pack(f"<{len(output.elements)}{_FORMATS[output.datatype]}", *output.elements)
+def raw_texts(texts: Iterable[str]) -> bytes:
+    """Returns the elements of an output of type BYTES."""
+    encoded = [text.encode() for text in texts]
+    return b"".join([part for text in encoded for part in (len(text).to_bytes(_LENGTH_BYTES, "little"), text)])
+
+
+def raw_numbers(datatype: Datatype, numbers: Sequence[float]) -> bytes:
+    """Returns the elements of an output of type FP32 or UINT32."""
+    return struct.pack(f"<{len(numbers)}{_FORMATS[datatype]}", *numbers)
 
 
 def unknown(field: str, what: str, name: str, known: Iterable[str]) -> ServiceError:

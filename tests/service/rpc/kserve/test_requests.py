@@ -149,6 +149,7 @@ REFUSED = {
         with_parameter("content_type", string_param="np"),
         "text_input: the parameter 'content_type' of this input is not supported; omit it",
     ),
+    "an output twice": (with_outputs("text_output", "text_output"), "outputs: text_output is there twice"),
     "an output's parameter": (
         with_parameter("classification", "outputs", int64_param=3),
         "text_output: the parameter 'classification' of this output is not supported; omit it",
@@ -168,7 +169,7 @@ REFUSED = {
     "a long id": (with_field(id="é" * 129), "id: at most 128 bytes; it has 258"),
     "an unprintable id": (with_field(id="a\n"), "id: must be printable ASCII"),
     "another model": (with_field(model_name="other"), "model_name: no model of this name is served here; "),
-    "an unset parameter": (with_parameter("top_p", ""), "parameters.top_p: has no value; set one, or omit it"),
+    "an unset parameter": (with_parameter("top_p", ""), "parameters.top_p: must be a number; it is not set"),
     "an unknown parameter": (
         message(text_input="hi", parameters={"temprature": 1.0}),
         "parameters: there is no parameter 'temprature'; did you mean temperature?",
@@ -227,6 +228,14 @@ REFUSED = {
     "half a surrogate": (with_json(stop="\ud800"), "sampling_parameters.stop: is out of range; it is"),
     "too many stops": (with_json(stop=["a"] * 65), "sampling_parameters.stop: at most 64"),
     "a foreign token": (with_json(logit_bias={"258": 1}), "sampling_parameters.logit_bias"),
+    "many biases": (
+        with_json(logit_bias={str(number): 1 for number in range(1025)}),
+        "sampling_parameters.logit_bias: at most 1,024 entries; it is an object",
+    ),
+    "a text among ids": (
+        with_json(stop_token_ids=[1, "2"]),
+        "sampling_parameters.stop_token_ids: contains a value of the wrong type",
+    ),
     "a list of limits": (with_json(max_tokens=[1]), "sampling_parameters.max_tokens: must be an integer; it is a list"),
     "too many choices": (with_json(n=4_000_000_000), "sampling_parameters.n: must be at least 1 and at most 64"),
     "no constraint": (

@@ -141,6 +141,16 @@ async def test_a_reset_and_a_deadline_leave_no_row_running(start_inference):
     assert answers["other"].text == letters(len(PROMPT), 5)
 
 
+async def test_heartbeats_are_not_sent(start_inference):
+    inference = await start_inference(paced(0.05), heartbeat_s=0.01)
+    stream = inference.stream()
+    await stream.write(request("mine", 5))
+    await stream.done_writing()
+    answer = (await read_answers(stream))["mine"]
+    assert answer.text == letters(len(PROMPT), 5)
+    assert len(answer.outputs) == len(answer.finals) <= 5
+
+
 async def test_a_worker_that_dies_changes_no_token(start_inference):
     executor = paced(0.001)
     inference = await start_inference(executor)
