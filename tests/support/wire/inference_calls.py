@@ -89,9 +89,9 @@ class Inference:
         metadata = self._metadata if metadata is None else metadata
         return self.service.channel.unary_unary(path, serialize, response.FromString)(given, metadata=metadata)
 
-    def stream(self, metadata: Any = None, channel: Any = None) -> Any:
+    def stream(self, metadata: Any = None) -> Any:
         """Begins a ModelStreamInfer, to be written and read."""
-        method = (channel or self.service.channel).stream_stream(
+        method = self.service.channel.stream_stream(
             f"/{SERVICE}/ModelStreamInfer",
             lambda sent: sent if isinstance(sent, bytes) else sent.SerializeToString(),
             message_class("ModelStreamInferResponse").FromString,

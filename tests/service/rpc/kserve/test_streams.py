@@ -9,11 +9,12 @@ import pytest
 from letters import letters, paced
 from waiting import until
 from wire.inference_calls import PROMPT, Answer, message, outputs_of, read_answers
+from wire.raw_http2 import WINDOW_UPDATE, frame, raw_client
 
 import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.service.streaming import buffer_budget
-from penstock.v1.kserve import ModelInferRequest
+from penstock.v1.kserve import SERVICE, ModelInferRequest
 
 KEYS = {"acme": "a" * 40, "zenith": "z" * 40}
 
@@ -44,9 +45,9 @@ async def whole_text(inference, num_tokens, metadata=None):
 async def test_a_live_id_is_refused_and_a_free_one_is_not(start_inference):
     inference = await start_inference(paced())
     stream = inference.stream()
-    await stream.write(request("mine", 60))
+    await stream.write(request("mine", 400))
     await until(lambda: inference.live() == 1)
-    await stream.write(request("mine", 60))
+    await stream.write(request("mine", 400))
     first, refused = Answer(), Answer()
     while not refused.finals:
         response = await stream.read()
@@ -54,7 +55,7 @@ async def test_a_live_id_is_refused_and_a_free_one_is_not(start_inference):
     assert refused.error == "id: a live request of this stream has the same id; choose another, or leave it empty"
     while not any(first.finals):
         first.add(await stream.read())
-    assert first.text == letters(len(PROMPT), 60)
+    assert first.text == letters(len(PROMPT), 400)
     await stream.write(request("mine", 3))
     await stream.write(request("", 3))
     await stream.write(request("", 3))
@@ -67,28 +68,23 @@ async def test_a_live_id_is_refused_and_a_free_one_is_not(start_inference):
 async def test_a_reader_that_stops_is_paused_and_holds_nobody_up(start_inference, monkeypatch):
     monkeypatch.setattr(buffer_budget, "MAX_STREAM_BYTES", 20_000)
     inference = await start_inference()
-    window = [
-        ("grpc.http2.bdp_probe", 0),
-        ("grpc.http2.lookahead_bytes", 1 << 16),
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
-    async with grpc.aio.insecure_channel(inference.target, options=window) as channel:
-        stuck = inference.stream(channel=channel)
-        for number in range(4):
-            await stuck.write(request(f"r{number}", 2000))
+    sent = [request(f"r{number}", 1000).SerializeToString() for number in range(4)]
+    async with raw_client(inference.target, window=100) as client:  # a client that takes only 100 bytes
+        stream = client.begin(f"/{SERVICE}/ModelStreamInfer")
+        await client.put(stream, b"".join(b"\0" + len(raw).to_bytes(4) + raw for raw in sent), ends=True)
         await until(lambda: inference.service.engine.stats().stalled == 4)
+        assert client.num_bytes <= 100
         assert await whole_text(inference, 20) == letters(len(PROMPT), 20)
-        reading = asyncio.create_task(read_answers(stuck))
-        await stuck.done_writing()
-        answers = await reading
-    assert {answer.text for answer in answers.values()} == {letters(len(PROMPT), 2000)}
-    assert all(answer.finals[-1] for answer in answers.values())
+        client.send(frame(WINDOW_UPDATE, (1 << 30).to_bytes(4), stream))
+        assert await client.end(stream) == "0", "it goes on where it was paused"
+        assert client.num_bytes > 4 * 1000
+    assert inference.service.engine.stats().output_tokens >= 4 * 1000
 
 
 async def test_garbage_ends_only_its_own_stream(start_inference):
     inference = await start_inference(paced())
     other, broken = inference.stream(), inference.stream()
-    await other.write(request("other", 40))
+    await other.write(request("other", 400))
     await broken.write(request("mine"))
     await until(lambda: inference.live() == 2)
     await broken.write(b"\xff\xff\xff")
@@ -96,7 +92,7 @@ async def test_garbage_ends_only_its_own_stream(start_inference):
         await read_answers(broken)
     assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     await other.done_writing()
-    assert (await read_answers(other))["other"].text == letters(len(PROMPT), 40)
+    assert (await read_answers(other))["other"].text == letters(len(PROMPT), 400)
     await until(lambda: not inference.live())
 
 
@@ -135,7 +131,7 @@ async def test_a_reset_and_a_deadline_leave_no_row_running(start_inference):
     await late.write(request("other", 5))
     await late.done_writing()
     answers = await read_answers(late)
-    assert answers["late"].error == "the request's deadline passed"
+    assert "deadline" in answers["late"].error
     assert answers["late"].finals[-1]
     assert letters(len(PROMPT), 3000).startswith(answers["late"].text)
     assert answers["other"].text == letters(len(PROMPT), 5)
