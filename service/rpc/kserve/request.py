@@ -22,7 +22,7 @@ TEXT, FINISH_REASON, EMBEDDING = "text_output", "finish_reason", "embedding"
 CUMULATIVE_LOGPROB, NUM_INPUT_TOKENS = "cumulative_logprob", "num_input_tokens"
 NUM_OUTPUT_TOKENS = "num_output_tokens"
 ANY_SIZE = -1
-"""Stands in a shape for the number of choices."""
+"""The size of a dimension that has an element for each choice, in metadata."""
 OUTPUTS: Mapping[str, tuple[Datatype, Sequence[int]]] = {
     TEXT: (Datatype.BYTES, [ANY_SIZE]),
     FINISH_REASON: (Datatype.BYTES, [ANY_SIZE]),
