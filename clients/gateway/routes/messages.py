@@ -43,20 +43,20 @@ def make_router() -> APIRouter:
     )
     async def answer(body: MessagesRequest, request: Request, caller: CallerDep) -> Response:
         converted = as_chat(body)
-        chat = converted.chat
+        chat, names = converted.chat, converted.names
         if not caller.model.reasoning_parser:
             chat.thinking_token_budget = None  # clients send it whatever the model is
         check_chat(chat, caller)
         try:
             start = build_chat_start(chat, request.headers, caller)
         except GatewayError as error:
-            raise error.with_param(converted.caller_name) from None
+            raise error.with_param(names.caller_name) from None
         return StreamingOrWholeResponse(
             caller,
             [start],
             MessageWriter(chat, caller),
             stream=bool(body.stream),
-            caller_name=lambda _, field: converted.caller_name(field),
+            caller_name=lambda _, field: names.caller_name(field),
             last=b"",
         )
 
@@ -69,7 +69,7 @@ def make_router() -> APIRouter:
     async def count(body: CountTokensRequest, caller: CallerDep) -> TokenCount:
         converted = as_chat(body)
         check_model(body.model, caller)
-        token_ids = await rendered_ids(converted.chat, caller, converted.caller_name)
+        token_ids = await rendered_ids(converted.chat, caller, converted.names.caller_name)
         return TokenCount(input_tokens=len(token_ids))
 
     return router

@@ -116,6 +116,7 @@ def request_bodies():
         pytest.param(COMPLETIONS, {"prompt": ["a" * 1000, "b"], "stop": ["x" * 100]}, (0, 0), marks=pytest.mark.soak),
         (COMPLETIONS, {"prompt": "a" * 1000, "return_token_ids": True}, (9000, 9000)),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 1000}]}, (0, 0)),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a" * 1000}]}, (0, 0)),
         pytest.param("/v1/responses", {"input": "a" * 1000}, (300, 900), marks=pytest.mark.soak),
         ("/v1/responses", {"input": "a", "metadata": {"m": "m" * 1000}}, (1300, 1900)),
     ],
