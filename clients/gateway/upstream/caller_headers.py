@@ -27,14 +27,14 @@ def bearer_key(headers: Headers) -> str | None:
         message = f"send the header Authorization once; there are {len(given)}"
         raise GatewayError(401, message, code="invalid_api_key")
     scheme, _, key = given[0].partition(" ") if given else ("", "", "")
-    key = key.strip() if scheme.lower() == "bearer" else ""
-    keys = {*headers.getlist("x-api-key"), *([key] if key else [])}
+    shown = [key if scheme.lower() == "bearer" else "", *headers.getlist("x-api-key")]
+    keys = {key.strip() for key in shown} - {""}
     if len(keys) > 1:
         message = "send the API key once, in the header Authorization or X-API-Key; there are several"
         raise GatewayError(401, message, code="invalid_api_key")
-    key = next(iter(keys), "").strip()
-    if not key:
+    if not keys:
         return None
+    key = keys.pop()
     if not (key.isascii() and key.isprintable() and len(key) <= _MAX_KEY_BYTES):
         message = f"the API key must be printable ASCII, at most {_MAX_KEY_BYTES:,} bytes"
         raise GatewayError(401, message, code="invalid_api_key")
