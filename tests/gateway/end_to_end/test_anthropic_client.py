@@ -10,7 +10,10 @@ import httpx
 import pytest
 
 from penstock.clients.gateway.requests.messages import as_chat
+from penstock.clients.gateway.responses.chat_stream import Part
+from penstock.clients.gateway.responses.message_events import MessageEvents, WholeMessage
 from penstock.clients.gateway.schemas.messages import MessagesRequest
+from penstock.clients.output import ToolCallPart
 
 SAID = "Ein Käfer, 東京 and 🙂."
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -95,6 +98,29 @@ def test_results_go_back_with_the_reasoning_before_the_call(client):
     messages.append({"role": "user", "content": [result, said]})
     answer = client.messages.create(**request | {"messages": messages})
     assert blocks(answer) == [("text", SAID)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ('{"a": [1.5, 123456789012345678901]}', {"a": [1.5, 123456789012345678901]}),
+        ('{"a": 1, "b": "x', {"a": 1}),
+        ("{'a': 1}", {}),
+        ("[1]", {}),
+        ("", {}),
+    ],
+)
+def test_the_input_of_a_call_is_an_object_whole_and_streamed(arguments, given):
+    events, whole = MessageEvents(), WholeMessage()
+    halves = arguments[:4], arguments[4:]
+    calls = [ToolCallPart(0, "id", "f", halves[0]), ToolCallPart(0, arguments=halves[1])]
+    written = events.begin({}) + events.add_part(Part(0, "", calls=calls)) + events.end({})
+    assert "".join(each["delta"].get("partial_json", "") for each in written if "delta" in each) == json.dumps(
+        given, separators=(",", ":")
+    )
+    for event in written:
+        whole.add_chunk(event)
+    assert whole.result()["content"] == [{"type": "tool_use", "id": "id", "name": "f", "input": given}]
 
 
 def test_an_output_that_breaks_off(client):
@@ -213,6 +239,7 @@ def test_an_error_has_the_format_of_the_api(name, client):
         client.messages.create(**body("x") | changes)
     shown: Any = caught.value.body
     error = shown["error"]
+    assert caught.value.request_id == caught.value.response.headers["x-request-id"]
     assert text in error["message"]
     assert shown["type"] == "error"
     assert error["type"] == ("not_found_error" if kind is anthropic.NotFoundError else "invalid_request_error")
