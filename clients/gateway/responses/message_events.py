@@ -1,6 +1,6 @@
-"""Writes an answer in the format of Anthropic's Messages API: content blocks, and typed events for their growth.
+"""Writes an answer in the format of Anthropic's Messages API: content blocks, and typed events as they grow.
 
-One writer serves both forms: a whole answer is combined from the events of a stream. Independent of HTTP and the
+The same writer serves both forms: a whole answer is built from the events of a stream. Independent of HTTP and the
 service.
 """
 
@@ -33,7 +33,7 @@ class MessageEvents:
         """Adds a part of the answer."""
         events: list[Json] = []
         calls = list(part.calls)
-        while calls and not calls[0].id:  # the rest of the open call comes before content that follows it
+        while calls and not calls[0].id:  # finish the open call before the content that follows it
             events += self._add_call(calls.pop(0))
         events += self._add("thinking", "thinking_delta", part.reasoning)
         begin = 0
@@ -49,7 +49,7 @@ class MessageEvents:
         return events
 
     def end(self, usage: Json) -> list[Json]:
-        """Ends the answer. It has at least one block."""
+        """Ends the answer, which has at least one block."""
         events = [] if self._num_blocks or self._open else self._start({"type": "text", "text": ""})
         events += self._close()
         return [*events, {"type": "message_delta", "delta": self._end, "usage": usage}, {"type": "message_stop"}]
@@ -83,7 +83,7 @@ class MessageEvents:
         if self._open is None:
             return []
         events: list[Json] = []
-        if self._open == "thinking":  # clients expect a signature, which only Anthropic's own service checks
+        if self._open == "thinking":  # clients expect a signature, but only Anthropic's own service checks it
             events = [self._delta({"type": "signature_delta", "signature": ""})]
         elif self._open == "tool_use":
             events = [self._delta({"type": "input_json_delta", "partial_json": _input("".join(self._arguments))})]
@@ -128,8 +128,8 @@ def _whole_block(block: Json, text: str) -> Json:
 
 
 def _input(arguments: str) -> str:
-    """Returns the input of a call as JSON. Of one that broke off, it has the fields that are complete; of one whose
-    arguments are no JSON object, it is empty."""
+    """Returns the input of a call as JSON. If the call was cut off, it contains only the complete fields. If the
+    arguments are not a JSON object, it is empty."""
     try:
         given = from_json(arguments, allow_partial=True)
     except ValueError:
