@@ -63,9 +63,8 @@ async def test_a_message(slow_gateway):
         num_tokens = slow_gateway.engine.stats().output_tokens
         with pytest.raises(anthropic.APIStatusError) as caught:
             await stream.until_done()
-        assert (
-            "".join(getattr(block, "text", "") for block in stream.current_message_snapshot.content) == "S" * num_tokens
-        )
+        blocks = stream.current_message_snapshot.content
+    assert "".join(getattr(block, "text", "") for block in blocks) == "S" * num_tokens
     assert caught.value.type == "timeout_error"
 
 
