@@ -22,7 +22,7 @@ MAX_ID_BYTES = 128
 MAX_TTFT_MS, MAX_TPOT_MS = 86_400_000, 60_000
 MAX_PRIORITY = 1000
 MAX_OBJECTIVES = 1000
-_TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MILLISECONDS = re.compile(r"[0-9]{1,8}")
 _PRIORITY = re.compile(r"[+-]?[0-9]{1,4}")
 
@@ -77,7 +77,7 @@ class RoutingHeaders:
     @property
     def tenant(self) -> str:
         """The tenant, for a caller that may act for others. Raises RoutingHeaderError."""
-        if self.fairness_id and not _TENANT.fullmatch(self.fairness_id):
+        if self.fairness_id and not TENANT_NAME.fullmatch(self.fairness_id):
             raise RoutingHeaderError(FAIRNESS_ID[0], "must be a tenant: 1 to 64 characters of [A-Za-z0-9_.-]")
         return self.fairness_id
 
