@@ -1,8 +1,7 @@
 """Orders requests by rank, the lowest first; the highest is preempted first. It does not know blocks.
 
 Within a priority, targets for the first token count before arrival. A rank does not change while its request lives.
-Under ``fair``, the tenants' turns come before the rank, and change in
-every step with what each tenant was served.
+Under ``fair``, the tenants' turns come before the rank, and change in every step with what each tenant was served.
 """
 
 from enum import Enum
