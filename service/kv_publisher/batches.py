@@ -5,7 +5,6 @@ The structs have the fields of vLLM 0.33 that this service has a value for. As t
 """
 
 from collections.abc import Iterable
-from itertools import chain
 
 import msgspec
 
@@ -80,7 +79,7 @@ class BatchEncoder:
             for tier in _MEDIA:
                 if before & tier:
                     gone[tier].append(block_hash)
-        for block in chain.from_iterable(map(self._with_unreported, changes.stored)):
+        for block in changes.stored:
             before, now = self._reported.get(block.block_hash, 0), self._log.find_tiers(block.block_hash)
             self._reported[block.block_hash] = now
             for tier in _MEDIA:
@@ -94,17 +93,6 @@ class BatchEncoder:
         for tier, blocks in new.items():
             events += [self._stored(run, _MEDIA[tier]) for run in self._runs(blocks)]
         return self._encoder.encode(EventBatch(unix_time, events)) if events else None
-
-    def _with_unreported(self, block: StoredBlock) -> list[StoredBlock]:
-        """Returns a block after those that it follows and that are back on the device, which subscribers do not know
-        yet. They are among later changes too; but a subscriber may ignore a block that follows no known one."""
-        blocks = [block]
-        while (parent_hash := blocks[-1].parent_hash) and not self._reported.get(parent_hash, 0) & ON_DEVICE:
-            parent = self._log.find(parent_hash)
-            if parent is None or not self._log.find_tiers(parent_hash) & ON_DEVICE:
-                break
-            blocks.append(parent)
-        return blocks[::-1]
 
     def _runs(self, blocks: Iterable[StoredBlock]) -> list[list[StoredBlock]]:
         """Groups blocks that follow each other in one sequence and were computed in one session."""
