@@ -61,7 +61,7 @@ class KvEventLog:
         self.block_size = block_size
         self.find_tiers = find_tiers
         self.keeps_details = False
-        """Whether a block that leaves one tier for the other counts as changed, and origins are kept."""
+        """Whether a move between tiers counts as a change, and whether origins are kept."""
         self.stream_id = secrets.token_hex(8)
         """Identifies this log; sequence numbers are valid only within it."""
         self.sequence = 1
@@ -71,7 +71,7 @@ class KvEventLog:
         self._pack = struct.Struct(f"<{block_size}I")
         # Hash -> the length of the parent's hash, that hash, the token ids and the tenant: 140 bytes for 16 tokens.
         self._contents: dict[bytes, bytes] = {}
-        # The origins that readers need: of blocks that begin a sequence, and of those with a session.
+        # The origins that readers need: those of blocks that begin a sequence, and of blocks with a session.
         self._origins: dict[bytes, BlockOrigin] = {}
         self._wakes: list[Callable[[], None]] = []
 
@@ -92,7 +92,7 @@ class KvEventLog:
         self._record(block_hash)
 
     def moved(self, block_hash: bytes) -> None:
-        """Records that other tiers hold a block than before; it can still be found."""
+        """Records that a block has moved between tiers. It can still be found."""
         if self.keeps_details:
             self._record(block_hash)
 
@@ -140,7 +140,7 @@ class KvEventLog:
         return self._contents.keys()
 
     def origin(self, block_hash: bytes) -> BlockOrigin:
-        """Returns the origin of a block; an empty one if it is not kept."""
+        """Returns the origin of a block; an empty one if none is kept."""
         return self._origins.get(block_hash, NO_ORIGIN)
 
     def find(self, block_hash: bytes) -> StoredBlock | None:
@@ -148,12 +148,12 @@ class KvEventLog:
         return None if content is None else self._unpacked(block_hash, content)
 
     def parent_of(self, block_hash: bytes) -> bytes:
-        """Returns the hash of the block before; empty if there is none, or the block cannot be found."""
+        """Returns the hash of the preceding block; empty if there is none, or the block is not found."""
         return _parent_hash(self._contents.get(block_hash, b"\0"))
 
     def snapshot(self) -> tuple[int, Iterator[StoredBlock]]:
-        """Returns the number of blocks and the blocks as they are now, each after the one that it follows. The call
-        takes 3 ms per 100,000 blocks; each block is built when the iterator comes to it."""
+        """Returns the number of blocks and the present blocks, each after its parent. The call takes 3 ms per 100,000
+        blocks; each block is built when the iterator reaches it."""
         return len(self._contents), self._parents_first(self._contents.copy())
 
     def _parents_first(self, contents: dict[bytes, bytes]) -> Iterator[StoredBlock]:
@@ -177,8 +177,8 @@ def _parent_hash(content: bytes) -> bytes:
 
 
 class KvEventReader:
-    """Reads a log for one subscriber and keeps track of its position. A block comes after the one that it follows, if
-    that one can be found: a subscriber may ignore a block that follows no known one."""
+    """Reads a log for one subscriber and keeps track of its position. A block comes after its parent, if the log still
+    has it: a subscriber may ignore a block whose parent it does not know."""
 
     def __init__(self, log: KvEventLog, stream_id: str = "", after_sequence: int = 0) -> None:
         """Resumes after a change that another reader of the same log has reported, if the log still knows all later
