@@ -61,7 +61,7 @@ class KvEventLog:
         self.block_size = block_size
         self.find_tiers = find_tiers
         self.keeps_details = False
-        """Whether a move between tiers counts as a change, and whether origins are kept."""
+        """Whether a move between tiers counts as a change, and whether sessions are kept."""
         self.stream_id = secrets.token_hex(8)
         """Identifies this log; sequence numbers are valid only within it."""
         self.sequence = 1
@@ -71,8 +71,8 @@ class KvEventLog:
         self._pack = struct.Struct(f"<{block_size}I")
         # Hash -> the length of the parent's hash, that hash, the token ids and the tenant: 140 bytes for 16 tokens.
         self._contents: dict[bytes, bytes] = {}
-        # The origins that readers need: those of blocks that begin a sequence, and of blocks with a session.
-        self._origins: dict[bytes, BlockOrigin] = {}
+        self._sessions: dict[bytes, str] = {}
+        """The sessions of blocks that have one."""
         self._wakes: list[Callable[[], None]] = []
 
     def stored(
@@ -81,14 +81,14 @@ class KvEventLog:
         """Records that a block can be found from now on."""
         packed = self._pack.pack(*token_ids)
         self._contents[block_hash] = bytes((len(parent_hash),)) + parent_hash + packed + origin.tenant.encode()
-        if self.keeps_details and (origin.session_id or not parent_hash):
-            self._origins[block_hash] = origin
+        if self.keeps_details and origin.session_id:
+            self._sessions[block_hash] = origin.session_id
         self._record(block_hash)
 
     def removed(self, block_hash: bytes) -> None:
         """Records that a block can no longer be found."""
         del self._contents[block_hash]
-        self._origins.pop(block_hash, None)
+        self._sessions.pop(block_hash, None)
         self._record(block_hash)
 
     def moved(self, block_hash: bytes) -> None:
@@ -99,8 +99,8 @@ class KvEventLog:
     def cleared(self, but: Iterable[bytes] = ()) -> None:
         """Records that no block can be found any more, except ``but``."""
         self._contents = {block_hash: self._contents[block_hash] for block_hash in but}
-        self._origins = {
-            block_hash: origin for block_hash, origin in self._origins.items() if block_hash in self._contents
+        self._sessions = {
+            block_hash: session_id for block_hash, session_id in self._sessions.items() if block_hash in self._contents
         }
         self._recent.clear()
         self.sequence += 1
@@ -139,9 +139,9 @@ class KvEventLog:
     def hashes(self) -> Iterable[bytes]:
         return self._contents.keys()
 
-    def origin(self, block_hash: bytes) -> BlockOrigin:
-        """Returns the origin of a block; an empty one if none is kept."""
-        return self._origins.get(block_hash, NO_ORIGIN)
+    def session_id(self, block_hash: bytes) -> str:
+        """Returns the session in which a block was computed; empty if there is none, or it is not kept."""
+        return self._sessions.get(block_hash, "")
 
     def find(self, block_hash: bytes) -> StoredBlock | None:
         content = self._contents.get(block_hash)

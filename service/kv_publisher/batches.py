@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 from penstock.kv.events import IN_HOST_MEMORY, ON_DEVICE, KvChanges, KvEventLog, StoredBlock
-from penstock.service.auth.identity import DEFAULT_TENANT
+from penstock.service.auth.identity import cache_salt
 
 _MEDIA = {ON_DEVICE: "GPU", IN_HOST_MEMORY: "CPU"}
 """vLLM's names of the tiers. The first is that of the memory in which the model computes, also on a CPU."""
@@ -102,22 +102,16 @@ class BatchEncoder:
             if (
                 last is not None
                 and block.parent_hash == last.block_hash
-                and self._session(block) == self._session(last)
+                and self._log.session_id(block.block_hash) == self._log.session_id(last.block_hash)
             ):
                 runs[-1].append(block)
             else:
                 runs.append([block])
         return runs
 
-    def _session(self, block: StoredBlock) -> str:
-        return self._log.origin(block.block_hash).session_id
-
     def _stored(self, run: list[StoredBlock], medium: str) -> BlockStored:
         first = run[0]
-        salt = None
-        if not first.parent_hash:
-            tenant = self._log.origin(first.block_hash).tenant
-            salt = None if tenant == DEFAULT_TENANT else tenant or None
+        salt = None if first.parent_hash else cache_salt(first.tenant)
         return BlockStored(
             block_hashes=[_number(block.block_hash) for block in run],
             parent_block_hash=_number(first.parent_hash) if first.parent_hash else None,
@@ -127,7 +121,7 @@ class BatchEncoder:
             medium=medium,
             lora_name=None,
             extra_keys=None if salt is None else [(salt,), *[None] * (len(run) - 1)],
-            session_id=self._session(first) or None,
+            session_id=self._log.session_id(first.block_hash) or None,
             cache_salt=salt,
         )
 

@@ -13,7 +13,7 @@ from itertools import islice
 from smg_grpc_proto.generated import common_pb2 as common
 
 from penstock.kv.events import KvEventLog, KvEventReader, StoredBlock
-from penstock.service.auth.identity import DEFAULT_TENANT
+from penstock.service.auth.identity import cache_salt
 
 MAX_BATCH_BYTES = 32 << 10
 """The maximum size of a batch. It takes a millisecond of the event loop's time."""
@@ -126,11 +126,10 @@ def _stored_events(blocks: Iterable[StoredBlock], block_size: int) -> list[commo
 
 
 def _run(first: StoredBlock) -> common.KvBlocksStored:
-    """Returns the event of a run without its blocks. Consumers hash tokens themselves, so the tenant is the salt that
-    keeps the same tokens of two tenants separate; callers without credentials have none."""
+    """Returns the event of a run without its blocks."""
     return common.KvBlocksStored(
         parent_block_hash=_int64(first.parent_hash) if first.parent_hash else None,
-        cache_salt=first.tenant if first.tenant not in ("", DEFAULT_TENANT) else None,
+        cache_salt=cache_salt(first.tenant),
     )
 
 

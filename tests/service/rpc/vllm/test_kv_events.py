@@ -135,6 +135,18 @@ async def test_a_subscriber_resumes_by_number_and_else_begins_again(start_engine
         assert (error.value.details() or "").startswith("start_sequence_number: ")
 
 
+async def test_streams_end_when_batches_can_no_longer_be_made(start_engine, monkeypatch):
+    engine = await start_engine()
+    call = subscribe(engine)
+    await call.initial_metadata()
+    mirror = Mirror()
+    await follow(call, mirror, lambda: mirror.snapshot_chunks)
+    monkeypatch.setattr(KvFeed, "advance", lambda feed: 1 / 0)
+    await churn(engine, random.Random(6), 1)
+    for each in (call, subscribe(engine), subscribe(engine, mirror.sequence)):
+        assert await each.code() is grpc.StatusCode.INTERNAL
+
+
 async def test_blocks_of_a_tenant_have_its_salt(start_engine, tmp_path, load_keys):
     path = tmp_path / "keys"
     path.write_text(f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()} acme admin\n")
