@@ -20,7 +20,7 @@ class Place(NamedTuple):
     entered_at: float
     """When it entered the queue, or would have: it may have taken an earlier place."""
     number: int
-    """Numbers by arrival, which are unique."""
+    """Unique numbers: even ones by arrival, odd ones for an earlier place."""
 
 
 PATIENCE_S = 60.0

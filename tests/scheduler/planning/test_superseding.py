@@ -64,6 +64,12 @@ class TestPlace:
         world.add(new_request("new", make_prompt(9), max_tokens=2, supersedes="second", priority=priority))
         assert order(world) == expected
 
+    @pytest.mark.parametrize("policy", [Policy.FCFS, Policy.FAIR])
+    def test_is_taken_whatever_the_priority_where_it_does_not_count(self, busy, new_request, policy):
+        world = busy(policy=policy)
+        world.add(new_request("new", make_prompt(9), max_tokens=2, supersedes="first", priority=-1))
+        assert order(world) == ["new", "second", "third"]
+
     @pytest.mark.parametrize(("old", "expected"), [(1, ["urgent", "new"]), (-1, ["new", "urgent"])])
     def test_is_not_ahead_of_more_urgent_requests(self, world_type, new_request, old, expected):
         """Among requests of one priority, only a request that was as urgent had its place there."""
