@@ -12,7 +12,7 @@ from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.planner import Planner
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
-from penstock.scheduler.policy import Place, Policy, Rank, rank_of
+from penstock.scheduler.policy import Place, Policy, Rank, may_follow, rank_of
 from penstock.scheduler.request import Refused, Request
 from penstock.scheduler.timing.queue_time import Prediction
 from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, total_work
@@ -182,8 +182,9 @@ class RequestIntake:
 
         def is_ahead(other: Hashable) -> bool:
             sequence = cast(SequenceState, other)
-            # A sequence does not wait for what a running one of a higher rank computes: see ``prefill_adder.py``.
-            return sequence.rank < rank if sequence.state is SequenceStatus.WAITING else sequence.rank[0] <= rank[0]
+            if sequence.state is SequenceStatus.WAITING:
+                return sequence.rank < rank
+            return may_follow(rank, sequence.rank, request.first_token_target)
 
         left: list[_Found] = []
         of_siblings: set[bytes] = set()
