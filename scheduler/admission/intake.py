@@ -18,9 +18,9 @@ from penstock.scheduler.timing.queue_time import Prediction
 from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, total_work
 
 MAX_PASSED = 64
-"""The maximum number of requests that arrived earlier and that a request passes because its prompt is at hand."""
+"""The maximum number of earlier requests that a request overtakes because its prompt is at hand."""
 MIN_TO_COMPUTE = 4
-"""A prompt is at hand if at most this part of it, 1 in 4 tokens, must be computed."""
+"""A prompt is at hand if at most 1 in this many of its tokens must be computed."""
 
 
 class _Found(NamedTuple):
@@ -116,8 +116,8 @@ class RequestIntake:
     def examine(
         self, request: Request, number: int, *, is_first: bool, superseded: RequestState | None = None
     ) -> AdmissionDecision:
-        """Returns how the request enters the queue as number ``number``, in place of ``superseded``, which still lives;
-        ``is_first``: there is no other request. Raises Refused."""
+        """Returns how the request enters the queue as number ``number``, in place of ``superseded``, which is still
+        live; ``is_first``: there is no other request. Raises Refused."""
         found = [self._find(request, index) for index in range(request.num_prompts)]
         cached_work = _work(request, found, self._kv.block_size)
         entered_at = self._context.clock()
@@ -137,9 +137,9 @@ class RequestIntake:
         return AdmissionDecision(entered_at, place, rank, num_cached, work, position, prediction)
 
     def _earlier_place(self, place: Place) -> Place:
-        """Returns the place of a request whose prompt is at hand, in front of some that arrived earlier, but need more:
-        otherwise what is retained for it would take up room for as long as it waits. Those that came before a waiting
-        one with a target are not passed: it would pass that one too."""
+        """Returns the place of a request whose prompt is at hand: before some that arrived earlier but need more
+        computation. Otherwise its retained blocks would take up room for as long as it waits. It passes no request
+        with a target for its first token, and none that arrived before such a request."""
         earliest, number = place.entered_at, place.number - 2 * MAX_PASSED - 1
         for live in reversed(self._requests.values()):
             if 2 * live.number < number:
@@ -152,7 +152,7 @@ class RequestIntake:
 
     def _place_of(self, superseded: RequestState, request: Request, place: Place) -> Place:
         """Returns the place of the request that this one supersedes, if that one has not begun and was no less urgent:
-        a caller who changes a request must not go to the end of the queue. Otherwise returns ``place``."""
+        a caller that changes a request must not go to the end of the queue. Otherwise returns ``place``."""
         is_by_priority = self._context.config.policy is Policy.PRIORITY
         is_more_urgent = is_by_priority and request.priority < superseded.request.priority
         return place if superseded.started_at is not None or is_more_urgent else min(place, superseded.place)
