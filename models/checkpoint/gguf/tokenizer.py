@@ -30,6 +30,9 @@ _END_OF_TURN = {
     "<turn|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|return|>",
 }  # fmt: skip
 """Control tokens that end an output although a file may name only one of them, as in llama.cpp."""
+_GEMMA4 = "gemma4"
+_BEGIN_OF_TOOL_RESPONSE = "<|tool_response>"
+"""The token at which Gemma 4 stops for the result of a tool. It is not a control token in its files."""
 
 
 def write_tokenizer(path: Path, directory: Path) -> None:
@@ -47,6 +50,7 @@ class _Tokenizer:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._metadata = read_header(path, long_arrays=True).metadata
+        self._model: str | None = self._value("model", str, None)
         self._tokens: list[str] = self._list("tokens", str)
         if len(set(self._tokens)) < len(self._tokens):
             raise damaged(path, f"{_KEY}tokens has a token twice")
@@ -54,9 +58,9 @@ class _Tokenizer:
         self._kinds: list[int] = [PieceKind.NORMAL] * len(self._tokens) if kinds is None else kinds
 
     def files(self) -> dict[str, dict[str, Any]]:
-        model = self._value("model", str, None)
+        model = self._model
         makers: Mapping[str | None, Callable[[], Part]] = {
-            "gemma4": self._sentencepiece,
+            _GEMMA4: self._sentencepiece,
             "gpt2": self._byte_level,
             "llama": self._sentencepiece,
         }
@@ -72,7 +76,8 @@ class _Tokenizer:
         ends |= {
             token_id
             for token_id, token in enumerate(self._tokens)
-            if token in _END_OF_TURN and self._kinds[token_id] == PieceKind.CONTROL
+            if (token in _END_OF_TURN and self._kinds[token_id] == PieceKind.CONTROL)
+            or (token == _BEGIN_OF_TOOL_RESPONSE and model == _GEMMA4)
         }
         config = {**named, **self._templates()}
         return {

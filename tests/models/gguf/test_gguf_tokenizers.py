@@ -147,6 +147,17 @@ def test_sentencepiece_tokenizers_give_the_same_ids(has_prefix, tmp_path):
     check_same(original, found)
 
 
+def test_gemma_4_stops_for_the_result_of_a_tool(tmp_path):
+    """Its files have the token as one that users defined."""
+    original, _ = sentencepiece(has_prefix=False)
+    original.add_tokens([AddedToken("<|tool_response>", special=False, normalized=False)])
+    _, directory = rewritten(
+        tmp_path, original, pre="gemma4", bos_token="<s>", eos_token="</s>", unk_token="<unk>", architecture="gemma4"
+    )
+    ends = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [original.token_to_id(token) for token in ("</s>", "<|tool_response>")]
+
+
 def test_gemma_4s_tokenizer_has_merges_and_no_prefix(tmp_path):
     original, _ = sentencepiece(has_prefix=False)
     found, _ = rewritten(
