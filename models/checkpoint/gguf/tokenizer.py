@@ -117,7 +117,7 @@ class _Tokenizer:
             # Gemma's merges are in the order of its tokens, whatever their scores are.
             scores = [-float(index) for index in range(len(self._tokens))]
             merges = self._found_merges(scores if is_gemma else self._list("scores", float))
-        has_prefix = self._value("add_space_prefix", bool, True)
+        has_prefix = self._value("add_space_prefix", bool, not is_gemma) and self._model != _GEMMA4
         return {
             "normalizer": sentencepiece.normalizer(has_prefix),
             "pre_tokenizer": None,
@@ -164,7 +164,8 @@ class _Tokenizer:
 
     def _around(self, adds_bos: bool) -> Part | None:
         """The part that adds tokens around a text; None if it adds none."""
-        begins = self._value("add_bos_token", bool, adds_bos)
+        # Gemma 4 needs the beginning, and some of its files deny it.
+        begins = self._value("add_bos_token", bool, adds_bos) or self._model == _GEMMA4
         ends = self._value("add_eos_token", bool, False)
         return surround(self._token("bos") if begins else None, self._token("eos") if ends else None)
 

@@ -143,6 +143,20 @@ def rewritten(whole: Path, file: Path, skip: str = "", rename: tuple[str, str] =
     return file
 
 
+@pytest.mark.parametrize("sections", [None, [8, 12, 12, 0], [0, 0, 0, 0], [8]])
+def test_glm_4_rotates_neighbours_unless_it_sees_images(sections, tiny_model, tmp_path):
+    def change(writer):
+        if sections is not None:
+            writer.add_rope_dimension_sections(sections)
+
+    file = write_gguf(tmp_path / "model.gguf", tiny_model("glm4").module, change=change)
+    if sections is None or (len(sections) == 4 and sections[0]):
+        assert check_checkpoint(file).spec.interleaved_rope is (sections is None)
+        return
+    with pytest.raises(ModelError, match=rf"^{file}: glm4\.rope\.dimension_sections is \[.*must begin with two"):
+        check_checkpoint(file)
+
+
 def test_a_missing_or_unknown_tensor_is_named(whole, tmp_path):
     check_checkpoint(rewritten(whole, tmp_path / "same.gguf"))
     file = rewritten(whole, tmp_path / "without.gguf", skip="blk.1.ffn_down.weight")
