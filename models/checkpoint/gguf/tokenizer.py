@@ -139,7 +139,7 @@ class _Tokenizer:
         if f"{_KEY}merges" not in self._metadata:
             return None
         merges = []
-        for merge in self._list("merges", str, len(self._metadata[f"{_KEY}merges"])):
+        for merge in self._list("merges", str):
             left, _, right = merge.partition(" ")
             if not left or not right or " " in right:
                 raise damaged(self._path, f"{_KEY}merges has {merge[:60]!r}, which is not two tokens")
@@ -203,12 +203,12 @@ class _Tokenizer:
     def _optional_list(self, name: str, kind: type) -> list[Any] | None:
         return self._list(name, kind) if f"{_KEY}{name}" in self._metadata else None
 
-    def _list(self, name: str, kind: type, length: int | None = None) -> list[Any]:
-        """Returns an array with ``length`` items, by default as many as there are tokens."""
+    def _list(self, name: str, kind: type) -> list[Any]:
+        """Returns an array. Besides the tokens and the merges, it has an item for each token."""
         values = self._metadata.get(f"{_KEY}{name}")
         if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
             raise damaged(self._path, f"{_KEY}{name} is missing or not an array of {kind.__name__}")
-        wanted = length if length is not None else len(self._tokens) if name != "tokens" else len(values)
-        if len(values) != wanted:
-            raise damaged(self._path, f"{_KEY}{name} has {len(values):,} items, and there are {wanted:,} tokens")
+        if name not in ("tokens", "merges") and len(values) != len(self._tokens):
+            counts = f"{len(values):,} items, and there are {len(self._tokens):,} tokens"
+            raise damaged(self._path, f"{_KEY}{name} has {counts}")
         return values

@@ -227,6 +227,7 @@ BROKEN: dict[str, dict[str, object]] = {
     "token_type has 2 items, and there are 3 tokens": {"token_type": [1, 1]},
     "merges has 'abc', which is not two tokens": {"merges": ["abc"]},
     "merges is missing": {"merges": None},
+    "merges is missing or": {"merges": 5},
     "eos_token_id is 3, and there are 3 tokens": {"eos_token_id": 3},
     "add_bos_token is 7, and must be bool": {"add_bos_token": 7},
 }
