@@ -257,7 +257,7 @@ def test_random_tags_are_converted_or_refused() -> None:
             continue
         problem = LLMatcher.validate_grammar(grammar, BYTES)
         num_valid += not problem
-        assert "expected" not in problem.lower(), "its syntax is right"
+        assert not any(word in problem for word in ("xpect", "lexer error", "unknown name")), "its syntax is right"
     assert num_valid > 20
 
 
