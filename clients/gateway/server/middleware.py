@@ -131,7 +131,7 @@ class OuterMiddleware:
 
 
 async def _add_load(headers: MutableHeaders, scope: Scope) -> None:
-    """Adds the service's load to a response, if its request wants it."""
+    """Adds the service's load to a response, if its request has the header for it."""
     wanted = Headers(scope=scope).get(FORMAT_HEADER, "")
     if wanted and (caller := scope.get("state", {}).get(CALLER)) is not None:
         named = await caller.load_header(wanted)
