@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -225,12 +226,16 @@ class RequestLifecycle:
         change = requested_change(update)
         if self._is_queued:
             self._change(change, refuse)
-        elif len(self._early) == MAX_EARLY_UPDATES:
+            return
+        is_deadline = change.max_tokens is None and change.priority is None
+        if not is_deadline and len(self._early) == MAX_EARLY_UPDATES:
             refuse(ServiceError(Reason.PREPARATION_FULL, "too many updates wait for the prompt to be tokenized"))
-        else:
+            return
+        if not is_deadline:
             self._early.append((change, refuse))
-            if change.deadline is not None and change.max_tokens is None:  # only max_tokens can be refused later
-                self._move_deadline(change.deadline)
+        if change.deadline is not None and (change.max_tokens is None or self._open is not None):
+            self._move_deadline(change.deadline)  # at once: only max_tokens can be refused later
+            self._early = [(replace(early, deadline=None), each) for early, each in self._early]
 
     def hold(self, held: bool) -> None:
         """Pauses the request, so that it takes no part in steps while its output is not read, or resumes it."""

@@ -11,6 +11,7 @@ from wire.frames import PIECES, TEXT, append, begin, chat, commit, paced
 
 import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
+from penstock.service.requests.live.lifecycle import MAX_EARLY_UPDATES
 from penstock.service.requests.live.open_prompt import MAX_OPEN_BYTES, OpenPromptBudget
 
 
@@ -163,6 +164,23 @@ class TestOpenPrompt:
         assert not stream.outcome(1).finished
         await stream.send(commit())
         assert (await stream.finished(1)).status.code == 0
+
+    async def test_a_deadline_that_moves_together_with_the_limit_on_the_output(self, open_frames):
+        stream = await open_frames()
+        update = pb.GenerationUpdate(ref=1, timeout_ms=3_600_000, max_tokens=5)
+        await stream.send(begin(open=True, text=TEXT, timeout_ms=1000), pb.GenerateRequest(update=update))
+        await stream.send(begin(ref=2, open=True, text=TEXT, timeout_ms=1500))
+        assert stream.reason_of((await stream.finished(2)).status) == "DEADLINE"
+        assert not stream.outcome(1).finished
+        await stream.send(commit())
+        assert (await stream.finished(1)).usage.output_tokens == 5
+
+    async def test_its_deadline_may_move_any_number_of_times(self, open_frames):
+        stream = await open_frames()
+        update = pb.GenerateRequest(update=pb.GenerationUpdate(ref=1, timeout_ms=3_600_000))
+        await stream.send(begin(open=True, text=TEXT), *[update] * (MAX_EARLY_UPDATES + 1), commit())
+        assert (await stream.finished()).status.code == 0
+        assert not stream.refused
 
     async def test_a_service_that_drains_ends_it(self, open_frames):
         stream = await open_frames(paced())
