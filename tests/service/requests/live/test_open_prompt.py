@@ -3,6 +3,7 @@
 import asyncio
 import time
 from typing import Any
+from unittest.mock import create_autospec
 
 import grpc
 import pytest
@@ -12,7 +13,8 @@ from wire.frames import PIECES, TEXT, append, begin, chat, commit, paced
 import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.service.requests.live.lifecycle import MAX_EARLY_UPDATES
-from penstock.service.requests.live.open_prompt import MAX_OPEN_BYTES, OpenPromptBudget
+from penstock.service.requests.live.open_prompt import MAX_OPEN_BYTES, OpenPrompt, OpenPromptBudget, OpenPromptConfig
+from penstock.service.requests.live.warm_up import PrefixWarmer
 
 
 class TestOpenPrompt:
@@ -249,6 +251,12 @@ class TestOpenPrompt:
         await stream.send(begin(text="x", max_tokens=100), commit())
         await stream.finished()
         assert stream.refused == [("COMMIT", 1, "NOT_OPEN")]
+
+    def test_its_size_includes_the_tools(self):
+        tool = pb.Tool(function=pb.FunctionTool(name="f", description="x" * 300_000))
+        start = pb.GenerationStart(open=True, chat=pb.Chat(tools=[tool]))
+        prompt = OpenPrompt(OpenPromptConfig(create_autospec(PrefixWarmer, instance=True)), start, "a", print)
+        assert prompt.committed().pieces.num_bytes > 300_000
 
     def test_memory_is_bounded(self):
         budget = OpenPromptBudget(max_bytes=100)
