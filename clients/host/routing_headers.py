@@ -61,6 +61,8 @@ class RoutingHeaders:
                 continue
             if found.setdefault(name, value.strip()) != value.strip() and name not in REQUEST_ID:
                 raise RoutingHeaderError(name, "has several values; send one")
+        if not found:
+            return NO_HEADERS
         request_id = _first(found, REQUEST_ID)[1]
         session, session_id = _first(found, SESSION_ID)
         if session_id and not _is_id(session_id):
