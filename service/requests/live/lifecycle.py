@@ -41,16 +41,11 @@ from penstock.service.errors import (
 )
 from penstock.service.requests.contexts import StoredContext
 from penstock.service.requests.generate import PreparedRequest, ResponseMode
-from penstock.service.requests.live.changes import (
-    Replaceable,
-    apply_change,
-    mark_superseded,
-    replace_later,
-    requested_change,
-)
+from penstock.service.requests.live.changes import apply_change, requested_change
 from penstock.service.requests.live.injection import Injections, Refuse
 from penstock.service.requests.live.open_prompt import OpenPrompt, Prepare
 from penstock.service.requests.live.request_context import RequestContext
+from penstock.service.requests.live.superseding import Replaceable, mark_superseded, replace_later
 from penstock.service.requests.preparation import Origin, preparation_limit, unqueued_end
 from penstock.service.streaming.messages import accepted_message, finished_message, injected_message
 from penstock.service.streaming.outbox import RequestReceiver
@@ -82,9 +77,10 @@ class RequestLifecycle:
         on_end: Callable[["RequestLifecycle"], None],
         answer: ResponseMode = ResponseMode.STREAMED,
         time_left_s: float | None = None,
+        takes_appends: bool = True,
     ) -> None:
         """``start`` is the later argument of ``begin_request``. ``time_left_s`` is the time to the deadline, unless
-        ``start`` sets its own."""
+        ``start`` sets its own. ``takes_appends``: whether anything may be injected."""
         self.request_id = request_id
         self.ref = start.ref
         self.status = status_pb2.Status()
@@ -125,7 +121,8 @@ class RequestLifecycle:
         """Updates that arrived before that."""
         self._open: OpenPrompt | None = None
         """The prompt, until it is committed."""
-        self._injections = Injections(request_context.engine, request_context.request_builder, request_id, start)
+        self._takes_appends = takes_appends
+        self._injections = Injections(request_context.engine, request_context.request_builder, request_id)
         self._idempotency_key = start.idempotency_key
         self._held = self._had_output = False
         self._refusal: ServiceError | None = None
@@ -146,6 +143,8 @@ class RequestLifecycle:
             self.tenant = self._principal.tenant_for(start.tenant)
             self._request_context.engine.charge(self.tenant, Rated.REQUEST)  # first: a refusal counts too
             self._request_context.request_builder.check(start)
+            if self._takes_appends:
+                self._injections.allow(start)
             self._form = self._request_context.request_builder.output_form(start)
             replace_later(self, supersedes)
             context = self._context()

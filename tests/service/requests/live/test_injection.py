@@ -9,8 +9,25 @@ from wire.frames import TEXT, append, begin, chat, commit, paced
 import penstock.v1 as pb
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.requests.generate import RequestBuilder
+from penstock.service.requests.live import injection
 from penstock.service.requests.live.injection import MAX_WAITING_INJECTIONS
 from penstock.service.text.tokenizer import Tokenizer
+
+
+async def test_only_streams_keep_what_appends_need(open_frames, monkeypatch):
+    """And only for requests that have passed their checks: it is a copy of the tools."""
+    copied = []
+    monkeypatch.setattr(injection, "chat_options", lambda options: copied.append(options) or pb.Chat())
+    stream = await open_frames()
+    await stream.whole(chat=chat("x"))
+    call = stream.service.generation.GenerateOne(pb.GenerateOneRequest(start=begin(chat=chat("x")).start))
+    assert [message async for message in call]
+    await stream.send(begin(chat=chat("x"), max_tokens=0))
+    assert (await stream.finished()).status.code
+    assert not copied
+    await stream.send(begin(ref=2, chat=chat("x")))
+    await stream.finished(2)
+    assert len(copied) == 1
 
 
 class TestInjection:
