@@ -266,8 +266,8 @@ docs-serve: setup ## serve the site on 127.0.0.1:8001 and rebuild it after each 
 # The folder of the generated files. A test generates them elsewhere and compares.
 PROTO_OUT ?= protos
 # The descriptor set is for callers without the sources, such as grpcurl and gateways that transcode. It includes the
-# details that a Status may carry. The messages of load reports have a set of their own: stubs of them would be modules
-# named xds, as in the package xds-protos.
+# details that a Status may carry. The messages of load reports have their own set: their stubs would be modules named
+# xds, like those of the package xds-protos.
 PROTOC = $(BIN)/python -P -m grpc_tools.protoc -I protos
 
 .PHONY: protos stubs

@@ -186,7 +186,7 @@ class Finished:
     speculation: Speculation | None = None
     """None if the request had no drafts."""
     superseded: bool = False
-    """Whether another request replaced it; see ``RequestStream.supersede``."""
+    """Whether another request replaced this one; see ``RequestStream.supersede``."""
 
     @classmethod
     def from_proto(cls, message: pb.Finished) -> "Finished":
@@ -212,7 +212,7 @@ class FrameRefused:
     frame: str = ""
     """``update``, ``append`` or ``commit``."""
     append_id: int = 0
-    """What ``append`` returned; 0 for other frames."""
+    """The number that ``append`` returned; 0 for other frames."""
 
     @classmethod
     def from_proto(cls, message: pb.FrameRefused) -> "FrameRefused":
@@ -228,7 +228,7 @@ class Injected:
     """The number of output tokens before them."""
     injected_tokens: int
     append_ids: list[int] = field(default_factory=list)
-    """What ``append`` returned for each of them."""
+    """The number that ``append`` returned for each of them."""
 
     @classmethod
     def from_proto(cls, message: pb.Injected) -> "Injected":

@@ -1,5 +1,4 @@
-"""The parts of an output that are more than text: log-probabilities, and tool calls, whole or as parts that arrive one
-after another."""
+"""The parts of an output that are more than text: log-probabilities, and tool calls, either whole or in parts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace

@@ -71,8 +71,8 @@ class RequestStream:
 
     def supersede(self, older: "RequestStream") -> None:
         """Lets this request, which has not begun, replace an older one of the same client. When it is accepted, the
-        older one ends: its events end with a ``Finished`` that is ``superseded``. If it is refused, the older one goes
-        on. Does nothing if the older one has not begun or has ended."""
+        older one ends: its events end with a ``Finished`` that is ``superseded``. If it is refused, the older one
+        continues. Does nothing if the older one has not begun or has ended."""
         self._older = older
 
     def _live_ref(self, carrier: GenerateStream) -> int:

@@ -75,7 +75,7 @@ class Options(ChatOptions, total=False):
     tpot_slo_ms: int | None
     """The target for the time between two tokens."""
     session_id: str | None
-    """The conversation that the request belongs to, for how long its KV is retained."""
+    """The conversation that the request belongs to, which determines how long its KV is retained."""
     tenant: str | None
     continue_from: str | None
     """The id of a request that ended with ``may_continue``: this prompt is appended to its prompt and output."""
@@ -88,7 +88,8 @@ class Options(ChatOptions, total=False):
     max_draft_tokens: int | None
     """The maximum number of drafts per step; 0 disables them. Drafts change when tokens arrive, never which."""
     prediction: str | Sequence[int] | None
-    """The output that the caller expects, as text or token ids: drafts that may save time, and never change output."""
+    """The output that the caller expects, as text or token ids. Drafting from it may save time, and never changes the
+    output."""
     traceparent: str | None
     client_request_id: str | None
     idempotency_key: str | None

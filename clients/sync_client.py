@@ -104,7 +104,7 @@ class SyncRequestStream:
 
     def supersede(self, older: "SyncRequestStream") -> None:
         """Lets this request replace an older one of the same client. See ``RequestStream.supersede``."""
-        self._thread.call(lambda: self._request.supersede(older._request))  # noqa: SLF001 - of the same class
+        self._thread.call(lambda: self._request.supersede(older._request))  # noqa: SLF001 - the same class
 
     def cancel(self) -> None:
         """Requests an early end. Events continue until ``Finished``, which has the usage so far."""

@@ -7,7 +7,7 @@ Every block is in exactly one state. Blocks that are not held are given out in t
     lapsed      has a hash    was retained until its lease expired; the first to lapse goes first
     cached      has a hash    in the LRU
     retained    has a hash    kept in preference to those above; the nearest expiry goes first. Above half of all
-                              blocks, an owner's go before what is cached of others
+                              blocks, an owner's go before the cached blocks of others
     held        by rows, refcount >= 1; with a hash once its slots hold confirmed KV
 
 Lapsed, cached and retained blocks are found by their hashes until they are given out, and count as free.
@@ -46,8 +46,7 @@ class BlockPool:
         # Leases of retained blocks, and of held ones that will be retained when they are released.
         self._leases: dict[int, Lease] = {}
         self._shorter: dict[int, Lease] = {}
-        """The leases of the other kind on such blocks, which do not end later, and count once the longer one is given
-        up."""
+        """Shorter leases of the other kind on such blocks. They apply once the longer one is given up."""
         self._num_leases = 0
 
     @property
@@ -170,7 +169,7 @@ class BlockPool:
         after all others until ``until``, by ``time.monotonic()``. If a block has a lease already, the later expiry
         counts.
 
-        Above half of all blocks, those of an ``owner`` go before what is cached of others.
+        Above half of all blocks, those of an ``owner`` go before the cached blocks of others.
         """
         lease = Lease(until, owner, self._num_leases, kind)
         self._num_leases += 1
@@ -193,14 +192,14 @@ class BlockPool:
 
     def give_up(self, hashes: Iterable[bytes], owner: str) -> None:
         """Ends the leases for contexts of ``owner`` on the blocks that these hashes find. A block that is not held
-        lapses, unless it was computed ahead, for a time that has not passed."""
+        lapses, unless it was computed ahead and that lease has not expired."""
         found = [block for block_hash in hashes if (block := self._by_hash.get(block_hash)) is not None]
         leased = [block for block in found if (lease := self._leases.get(block)) and lease.owner == owner]
         for block in leased:
             lease = self._leases[block]
             other = self._shorter.pop(block, None)
             if lease.kind is not LeaseKind.CONTEXT:
-                continue  # then the other one was the context's
+                continue  # the shorter lease was the context's
             if not self._refcounts[block]:
                 self._retention.remove(block, lease)
             if other is not None and other.until > self._now:
@@ -213,7 +212,7 @@ class BlockPool:
                 self._lapsed[block] = None
 
     def _keep_shorter(self, block: int, longer: Lease, lease: Lease) -> None:
-        """Records a lease that does not end after the block's, if it has the other kind."""
+        """Records a lease that does not outlast the block's current one, if it has the other kind."""
         known = self._shorter.get(block)
         if lease.kind is not longer.kind and (known is None or known.kind is longer.kind or known.until <= lease.until):
             self._shorter[block] = lease

@@ -61,7 +61,7 @@ class KvEventLog:
         self.block_size = block_size
         self.find_tiers = find_tiers
         self.keeps_details = False
-        """Whether a block that leaves one tier for the other counts as changed, and origins are kept."""
+        """Whether a move between tiers counts as a change, and whether origins are kept."""
         self.stream_id = secrets.token_hex(8)
         """Identifies this log; sequence numbers are valid only within it."""
         self.sequence = 1
@@ -71,7 +71,7 @@ class KvEventLog:
         self._pack = struct.Struct(f"<{block_size}I")
         # Hash -> the length of the parent's hash, that hash, the token ids and the tenant: 140 bytes for 16 tokens.
         self._contents: dict[bytes, bytes] = {}
-        # The origins that readers need: of blocks that begin a sequence, and of those with a session.
+        # The origins that readers need: those of blocks that begin a sequence, and of blocks with a session.
         self._origins: dict[bytes, BlockOrigin] = {}
         self._wakes: list[Callable[[], None]] = []
 
@@ -92,7 +92,7 @@ class KvEventLog:
         self._record(block_hash)
 
     def moved(self, block_hash: bytes) -> None:
-        """Records that other tiers hold a block than before; it can still be found."""
+        """Records that a block has moved between tiers. It can still be found."""
         if self.keeps_details:
             self._record(block_hash)
 
@@ -140,7 +140,7 @@ class KvEventLog:
         return self._contents.keys()
 
     def origin(self, block_hash: bytes) -> BlockOrigin:
-        """Returns the origin of a block; an empty one if it is not kept."""
+        """Returns the origin of a block; an empty one if none is kept."""
         return self._origins.get(block_hash, NO_ORIGIN)
 
     def find(self, block_hash: bytes) -> StoredBlock | None:
@@ -148,7 +148,7 @@ class KvEventLog:
         return None if content is None else self.unpacked(block_hash, content)
 
     def snapshot(self) -> list[tuple[bytes, bytes]]:
-        """Returns every block as its hash and what ``unpacked`` needs besides, in the order in which they were stored.
+        """Returns every block as its hash and its data for ``unpacked``, in the order in which they were stored.
         Takes 3 ms per 100,000 blocks."""
         return list(self._contents.items())
 
@@ -180,7 +180,7 @@ class KvEventReader:
             self._reported = 0
             self._take(self._log.hashes)
         elif not self._pending:
-            # Each by its last change, so that a block comes after the one that it follows.
+            # Ordered by each block's last change, so that a block comes after the one that it follows.
             self._take(reversed(dict.fromkeys(reversed(self._log.changed_since(self._taken)))))
         removed, stored = self._take_changes(max_bytes)
         if not self._pending:

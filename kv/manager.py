@@ -169,7 +169,8 @@ class KVCacheManager:
     ) -> None:
         """Lets blocks ``start`` to ``stop`` of a table be found: every later plan may read their KV.
 
-        ``hashes`` and ``token_ids`` are those of the whole sequence, like the table. ``origin`` is what computed them.
+        ``hashes`` and ``token_ids`` are those of the whole sequence, like the table. ``origin`` is the request that
+        computed them.
         """
         size = self.block_size
         for index in range(start, min(stop, len(hashes))):

@@ -16,9 +16,9 @@ class LeaseKind(Enum):
     """Why blocks are kept."""
 
     CONTEXT = auto()
-    """They are those of a sequence that ended and may be continued."""
+    """A sequence that ended may be continued."""
     AHEAD = auto()
-    """They were computed for a sequence that is expected."""
+    """They were computed ahead for an expected sequence."""
 
 
 class Lease:
@@ -39,7 +39,8 @@ class Retention:
     """The leases that keep blocks, and the number of blocks per owner."""
 
     def __init__(self, share: int) -> None:
-        """An owner of more than ``share`` blocks is dominant; that is half of all or more, so that only one can be."""
+        """An owner of more than ``share`` blocks is dominant. ``share`` is at least half of all blocks, so only one
+        owner can be."""
         self._share = share
         # Leases with blocks, by expiry. There are few of them: one for each conversation that pauses.
         self._leases: list[Lease] = []

@@ -63,15 +63,15 @@ class EngineStats(Counters):
     restarts: int
     """The total of workers that were replaced."""
     requests: int = 0
-    """Requests that have not finished. These and the totals of requests are without warm-ups."""
+    """Unfinished requests. Neither this nor the totals of requests include warm-ups."""
     running: int = 0
     """Running rows, including those of warm-ups. A request of n sequences has up to n."""
     waiting: int = 0
-    """Sequences that wait for a row, without warm-ups."""
+    """Sequences that wait for a row, except warm-ups."""
     waiting_tokens: int = 0
     """Tokens of waiting sequences that are neither cached nor computed for an earlier sequence."""
     prefill_tokens_left: int = 0
-    """The same, with the tokens of running rows that are still to be computed before they can decode."""
+    """The same, plus the tokens of running rows that must be computed before they can decode."""
     kv_usage: float = 0.0
     """The share of blocks that rows hold, 0 to 1. Cached blocks that can be evicted do not count."""
     cached_blocks: int = 0

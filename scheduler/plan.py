@@ -31,8 +31,7 @@ class Pooling(Enum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """How a row's tokens are chosen. Every id is below the tokenizer's vocabulary size, and all limits are checked
-    already.
+    """How a row's tokens are chosen. Every id is below the tokenizer's vocabulary size; all limits are checked.
 
     Filters apply in this order: penalties, ``logit_bias`` and masks, temperature, top_k, top_p, min_p. Then the token
     is the argmax of logits plus Gumbel noise keyed by (seed, position, token id), where position is the index that the
@@ -61,7 +60,8 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     logits."""
     prompt_logprobs: int | None = None
     reasoning: ReasoningLimit | None = None
-    """None: reasoning has no limit, or there is none. Where the limit closes it, no other parameter matters."""
+    """None: there is no reasoning, or no limit on it. Where the limit closes the reasoning, no other parameter
+    applies."""
 
 
 class AddedRow(msgspec.Struct, array_like=True, gc=False):
@@ -321,7 +321,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     speculation: SpeculationConfig | None = None
     """None: only tokens that grammars force or callers predict are drafted."""
     uses_predictions: bool = True
-    """Whether rows may be drafted for from their predictions."""
+    """Whether rows may have drafts from their predictions."""
     tokenizer: str | None = None
     """The directory of the model's tokenizer, which grammars need; None: no grammars."""
     special_tokens: tuple[str, ...] = ()
@@ -343,7 +343,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
     @property
     def drafts_predictions(self) -> bool:
-        """Whether it drafts from predictions. Ranks do not: each would choose the number of drafts by its own clock."""
+        """Whether it drafts from predictions. Tensor parallel ranks do not: each would choose by its own clock."""
         return self.uses_predictions and self.tensor_parallel_size == 1
 
 
@@ -396,5 +396,5 @@ class WorkerFacts(msgspec.Struct, frozen=True):
 
 
 def num_row_numbers(max_num_seqs: int) -> int:
-    """Returns the number of row numbers. Half are spare: a dropped row's stays unused until its last plan's result."""
+    """Returns how many row numbers there are: a dropped row's stays unused until the result of its last plan."""
     return 2 * max_num_seqs

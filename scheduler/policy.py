@@ -1,8 +1,8 @@
 """Orders requests by rank, the lowest first; the highest is preempted first. It does not know blocks.
 
-Within a priority, targets for the first token count before arrival. A rank does not change while its request lives.
-Under ``fair``, the tenants' turns come before the rank, and change in
-every step with what each tenant was served.
+Within a priority, targets for the first token take precedence over arrival. A rank does not change while its request is
+live. Under ``fair``, the tenants' turns come before the rank, and change in every step with what each tenant was
+served.
 """
 
 from enum import Enum
@@ -18,7 +18,7 @@ class Place(NamedTuple):
     """The place of a request among those of the same rank by policy."""
 
     entered_at: float
-    """When it entered the queue, or would have: it may have taken an earlier place."""
+    """When it entered the queue, or would have entered it: it may have taken an earlier place."""
     number: int
     """Numbers by arrival, which are unique."""
 
@@ -42,8 +42,8 @@ class Policy(Enum):
 
 
 def rank_of(policy: Policy, request: Request, predicted_s: float, place: Place, choice: int) -> Rank:
-    """Returns the rank of one sequence of a request at ``place``, which would take ``predicted_s`` if it ran at
-    once."""
+    """Returns the rank of one sequence of a request at ``place``, which is predicted to take ``predicted_s`` once it
+    runs."""
     target = request.first_token_target
     due = place.entered_at + PATIENCE_S if target is None else target
     value = 0.0

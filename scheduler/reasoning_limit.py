@@ -9,11 +9,11 @@ class MarkerSearch(msgspec.Struct, array_like=True, frozen=True):
 
     length: int
     moves: tuple[dict[int, int], ...]
-    """For each state below ``length``, the next state by token. A token that is not there has the move of state 0, or
-    none: then the marker has no byte at the end of the text."""
+    """For each state below ``length``, the next state by token. A missing token has the move of state 0, or none: then
+    the text ends with no byte of the marker."""
     at_beginning: bool = False
-    """Whether the marker can only be at the beginning of the text, after white space. A token that is not in a state's
-    moves then ends the search."""
+    """Whether the marker can only be at the beginning of the text, after white space. A token that is not among a
+    state's moves then ends the search."""
 
     def move(self, state: int, token_id: int) -> int:
         """Returns the state after one more token; -1: the search has ended without the marker."""

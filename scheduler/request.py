@@ -16,7 +16,7 @@ class EngineFinishReason(Enum):
     LENGTH = auto()
     CANCELLED = auto()
     SUPERSEDED = auto()
-    """Another request of its caller replaced it."""
+    """Another request of the same caller replaced it."""
     DEADLINE = auto()
     WORKER_DIED = auto()
     SHUTDOWN = auto()
@@ -293,7 +293,7 @@ class Request:
     """The conversation that it belongs to, named by its caller; empty: none."""
     first_token_target: float | None = None
     """When its first token should come at the latest, by ``time.monotonic()``. Requests with earlier targets run first
-    among those with the same priority; a target that is missed ends nothing."""
+    among those with the same priority; a missed target does not end the request."""
     target_itl_s: float | None = None
     """The target time between its tokens; None: that of the scheduler."""
     arrival: float = 0.0
@@ -315,10 +315,10 @@ class Request:
     supersedes: str = ""
     """The id of a live request of the same tenant that ends when this one enters the queue. Ignored if it has ended."""
     is_warm_up: bool = False
-    """Only its KV matters, for a request that follows. It takes no place of its tenant's requests, and counts neither
-    among requests nor in their totals."""
+    """Only its KV matters, for a later request. It does not count as a live request of its tenant, nor in the totals of
+    requests."""
     num_paid_tokens: int = 0
-    """Tokens of its prompts that are not charged to its tenant's token rate, because they were before."""
+    """Tokens of its prompts that are not charged to its tenant's token rate, because they were charged before."""
     measures_text: bool = False
     """Whether its deltas have ``text_lengths`` without log-probabilities too."""
     more_prompts: Sequence[Prompt] = ()

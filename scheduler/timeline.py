@@ -216,7 +216,7 @@ class Timeline:
         self._add_event(EntryKind.UPDATED, detail=UpdateDetail(change.priority, timeout_s, change.max_tokens))
 
     def injected(self, choice: int, num_tokens: int) -> None:
-        """Records that this many tokens were put into the history of a waiting sequence."""
+        """Records that this many tokens were injected into the history of a waiting sequence."""
         self._add_event(EntryKind.INJECTED, choice, num_tokens=num_tokens)
 
     def ended(self, reason: EngineFinishReason) -> None:

@@ -50,6 +50,6 @@ class GatewaySettings:
     allowed_origins: tuple[str, ...] = ()
     """Origins whose pages may call the gateway from a browser (CORS); ``*`` is any."""
     objectives: Objectives = field(default_factory=dict)
-    """The priorities of requests by the objectives that their headers name."""
+    """The priority for each objective that a request's headers may name."""
     ignores_unknown_fields: bool = False
     """Whether fields that this service does not know are ignored, logged and counted, instead of refused."""

@@ -1,7 +1,7 @@
 """The headers by which llm-d and the Gateway API Inference Extension describe a request: tenant, priority, targets and
-session. The same names are headers of HTTP requests and metadata of gRPC calls.
+session. The names are the same for HTTP headers and gRPC metadata.
 
-Some have an older name too, which counts if the newer one is missing. Knows neither HTTP nor gRPC.
+Some also have an older name, which applies if the newer one is missing. Independent of HTTP and gRPC.
 """
 
 import json
@@ -41,7 +41,7 @@ class RoutingHeaderError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RoutingHeaders:
-    """What the headers of one request or call say; empty or None: nothing."""
+    """The values of the headers of one request or call; empty or None if a header is absent."""
 
     fairness_id: str = ""
     """The tenant that the request is made for. Valid only if its caller may act for others."""
@@ -53,8 +53,8 @@ class RoutingHeaders:
 
     @classmethod
     def read(cls, headers: Iterable[tuple[str, Any]]) -> "RoutingHeaders":
-        """Reads headers, whose names are in lower case. Raises RoutingHeaderError. An id of a request that is too long
-        or not printable is left out, since proxies make up their own."""
+        """Reads headers, whose names are in lower case. Raises RoutingHeaderError. A request id that is too long or not
+        printable is ignored, because proxies generate their own."""
         found: dict[str, str] = {}
         for name, value in headers:
             if name not in ROUTING_HEADERS or not isinstance(value, str) or not value.strip():
@@ -80,11 +80,11 @@ class RoutingHeaders:
     def tenant(self) -> str:
         """The tenant, for a caller that may act for others. Raises RoutingHeaderError."""
         if self.fairness_id and not _TENANT.fullmatch(self.fairness_id):
-            raise RoutingHeaderError(FAIRNESS_ID[0], "must be 1 to 64 characters of [A-Za-z0-9_.-], a tenant")
+            raise RoutingHeaderError(FAIRNESS_ID[0], "must be a tenant: 1 to 64 characters of [A-Za-z0-9_.-]")
         return self.fairness_id
 
     def priority(self, objectives: Objectives) -> int | None:
-        """Returns the priority of the objective: the operator's, or the number that it is; None for another name."""
+        """Returns the priority of the objective: the operator's, or the number itself; None for any other name."""
         if self.objective in objectives:
             return objectives[self.objective]
         if not _PRIORITY.fullmatch(self.objective) or abs(int(self.objective)) > MAX_PRIORITY:
@@ -92,7 +92,7 @@ class RoutingHeaders:
         return int(self.objective)
 
     def fill(self, message: Any, objectives: Objectives, *, may_act_for_others: bool) -> None:
-        """Sets the fields of a request message that it has and that are not set. Raises RoutingHeaderError."""
+        """Sets those fields that the request message has and that are not set. Raises RoutingHeaderError."""
         values = {
             "tenant": self.tenant if may_act_for_others else "",
             "priority": self.priority(objectives),

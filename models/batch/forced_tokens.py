@@ -1,4 +1,4 @@
-"""The masks of positions at which the limit of a row's reasoning forces a token, joined with the masks of grammars."""
+"""Masks for positions where a row's reasoning limit forces a token, combined with the masks of grammars."""
 
 import threading
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from penstock.models.batch.sampled_positions import GrammarBitmasks, SampledPosi
 def with_forced_tokens(
     sampled: Sequence[SampledPosition], masks: GrammarBitmasks | None, known: threading.Event, vocab_size: int
 ) -> GrammarBitmasks | None:
-    """Returns the masks of grammars together with those of forced tokens, which few steps have. ``known`` is set when
+    """Returns the masks of grammars together with those of forced tokens, which few steps have. ``known`` is set once
     the histories are known."""
     forcing = {
         index

@@ -9,17 +9,17 @@ from penstock.scheduler.reasoning_limit import ReasoningLimit
 
 class _Section(Enum):
     ANSWER = auto()
-    """No reasoning yet, or none any more, but some may follow."""
+    """Outside reasoning, but some may follow."""
     REASONING = auto()
     LAST = auto()
     """No reasoning follows."""
 
 
 class _Progress(NamedTuple):
-    """What is known after a part of the history."""
+    """The tracker's progress after a prefix of the history."""
 
     end: int
-    """The length of that part."""
+    """The length of that prefix."""
     section: _Section
     matched: int = 0
     """The state of the search for the section's end."""
@@ -30,13 +30,13 @@ class _Progress(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is forced any more."""
+        """Whether nothing more will be forced."""
         return self.section is _Section.LAST and not self.forced
 
 
 class ReasoningTracker:
     """Reads the row's history at every call, so it needs no notification of new tokens, rejected drafts or a restarted
-    worker. Several threads may call it: each only replaces what is known by what is known later."""
+    worker. Several threads may call it: each only replaces the saved progress with later progress."""
 
     def __init__(self, limit: ReasoningLimit, num_prompt_tokens: int) -> None:
         self._limit = limit
@@ -44,7 +44,8 @@ class ReasoningTracker:
         self._begun = self._known = self._with_forced(begun)
 
     def forced_token(self, history: Sequence[int], end: int, drafts: Sequence[int] = ()) -> int | None:
-        """Returns the token that must follow ``history[:end]``, which is known, and the drafts; None: any may."""
+        """Returns the token that must follow ``history[:end]``, which is known, and the drafts; None if any token
+        may."""
         progress = self._after(history, end)
         assert progress.is_over or progress.end == end, "all tokens are known"
         for token_id in drafts:
@@ -79,7 +80,7 @@ class ReasoningTracker:
         if section is _Section.LAST:
             return after
         search = self._limit.closes if section is _Section.REASONING else self._limit.opens
-        assert search is not None, "reasoning that cannot open again is the last"
+        assert search is not None, "reasoning that cannot reopen is the last"
         matched = search.move(progress.matched, token_id)
         if matched < 0:
             return after._replace(section=_Section.LAST)

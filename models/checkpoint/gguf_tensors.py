@@ -25,7 +25,7 @@ FOUR_BIT = QuantScheme(QuantLayout.Q4_0, group=32, has_zeros=False, is_ordered=F
 
 _FREQUENCIES = "rope_freqs.weight"
 _IMMENSE = 1e20
-"""A factor from which on an angle is zero at every position."""
+"""With a factor this large, an angle is zero at every position."""
 _NOT_WEIGHTS = (_FREQUENCIES, FACTORS_SHORT, FACTORS_LONG)
 _LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias|scale)")
 _OUTER = {
@@ -66,7 +66,7 @@ _WHOLE_NAMES = {
     "ffn_gate_inp.scale": "mlp.gate_norm.weight",
     "layer_output_scale.weight": "layer_scalar",
 }
-"""Tensors of a layer whose names end in another way than the file's."""
+"""Tensors of a layer whose names end differently in the file."""
 _OF_KV = ("attn_k", "attn_v", "attn_k_norm")
 _EXPERTS = {
     "ffn_down_exps": ("down_proj",),
@@ -74,7 +74,7 @@ _EXPERTS = {
     "ffn_gate_up_exps": ("gate_proj", "up_proj"),
     "ffn_up_exps": ("up_proj",),
 }
-"""The matrices of each expert that a tensor has."""
+"""The matrices of each expert that a tensor contains."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def with_rope_factors(header: GgufHeader, spec: ModelSpec) -> ModelSpec:
     if not (np.isfinite(factors).all() and (factors > 0).all()):
         raise ModelError(f"{entry.file}: tensor {name} has a factor that is not above zero: download the file again")
     if proportional is not None:
-        # Pairs that are not rotated have an immense factor.
+        # Pairs that are not rotated have a huge factor.
         num_rotated = int(proportional[0].part * len(factors))
         if (factors[:num_rotated] != 1.0).any() or (factors[num_rotated:] < _IMMENSE).any():
             raise ModelError(

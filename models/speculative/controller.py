@@ -61,7 +61,7 @@ class SpeculationController:
         runs_ahead: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``max_drafts`` limits the drafter's drafts of a row; if it is 0, only rows with predictions have drafts.
+        """``max_drafts`` limits the drafter's drafts for a row; if it is 0, only rows with predictions have drafts.
         ``runs_ahead`` is the backend's. ``clock`` returns seconds."""
         self._drafter = drafter
         self._predictions = Predictions()
@@ -117,7 +117,7 @@ class SpeculationController:
         self._took.clear()  # the measured steps were observed as well
 
     def learn_steps(self, seconds: Mapping[int, float]) -> None:
-        """Takes over the measured times of steps, by their number of decoding rows, if there are no others."""
+        """Adopts the measured times of steps, by their number of decoding rows, if there are no others."""
         if not self._max_drafts:
             self._costs.know(seconds)
 
@@ -135,7 +135,7 @@ class SpeculationController:
         if most and row.pooled is None:
             record = RowRecord(most, self._drawn if row.sampling.temperature else self._greedy, self._typical_s)
             if row.prediction:
-                record.worth_s = max(PATIENCE * PROPOSAL_S, self._costs.seconds(1))  # its caller expects that it pays
+                record.worth_s = max(PATIENCE * PROPOSAL_S, self._costs.seconds(1))  # the caller expects it to pay off
             self._rows.add_row(row, record, self._prober.may_start_trial())
 
     def drop_row(self, row: Row) -> None:
@@ -258,8 +258,8 @@ class SpeculationController:
         return Drafted(drafts, tested, took)
 
     def _to_ask(self, wanted: list[Wanted], predicted: Mapping[Row, Proposal], plan: StepPlan) -> list[Wanted]:
-        """Returns the rows for which the drafter proposes, with as many drafts as it may. If each takes time, these are
-        only the rows for which more is expected of it than of their predictions."""
+        """Returns the rows for which the drafter proposes, with the maximum number of drafts for each. If each takes
+        time, these are only the rows for which its drafts are expected to do better than those of their predictions."""
         most_drafts = self._max_drafts
         asked = [
             Wanted(row, min(most, most_drafts)) for row, most in wanted if most_drafts and self._drafter.is_ready(row)
@@ -350,7 +350,7 @@ class SpeculationController:
         while self._observed:
             drafted, rows = self._observed.popleft()
             for result in rows:
-                if result.row in drafted.tested and result.token_ids:  # without tokens, no draft was tested
+                if result.row in drafted.tested and result.token_ids:  # if there are no tokens, no draft was tested
                     record, confidences, is_predicted = drafted.tested[result.row]
                     num_right = len(result.token_ids) - 1
                     record.acceptance_of(is_predicted).learn(confidences, num_right)

@@ -24,7 +24,7 @@ class RowRecord:
         self.max_drafts = max_drafts
         self.acceptance = RowAcceptance(max_drafts, classes)
         self._predicted = RowAcceptance(max_drafts, AcceptanceEstimate())
-        """The same for drafts from the row's prediction. Other rows have other predictions."""
+        """The estimate for drafts from the row's own prediction."""
         self.worth_s = worth_s
         """The seconds that drafting for the row saves per step, on recent average."""
         self.proposed_at = self.probed_at = 0
@@ -35,7 +35,7 @@ class RowRecord:
         """The number of proposals left in the row's trial; 0 if it is not on trial."""
 
     def acceptance_of(self, is_predicted: bool) -> RowAcceptance:
-        """Returns what is known of drafts from the row's prediction, or of the drafter's."""
+        """Returns the estimate for drafts from the row's prediction, or for the drafter's."""
         return self._predicted if is_predicted else self.acceptance
 
     def better(self, proposed: Proposal, predicted: Proposal) -> Proposal:

@@ -1,9 +1,9 @@
-"""Drafts from the output that a request predicts: what follows the place in the prediction where the row's output is.
+"""Drafts from the output that a request predicts: the tokens that follow the output's current place in the prediction.
 
-The place advances with the output. Where the output differs from the prediction, the place is searched again: after
-the longest suffix of the output that the prediction has, and of several such places at the nearest to where the output
-would be if as many tokens had been replaced. If no two tokens match, the newest token may match one that is a little
-ahead; otherwise one or two tokens are taken as replaced.
+The place advances with the output. Where the output differs from the prediction, the place is searched for again: after
+the longest suffix of the output that occurs in the prediction. Among several such places, it is the one nearest to
+where the output would be if tokens had only been replaced. If no two tokens match, the newest token may match one that
+is a little ahead; otherwise one or two tokens are assumed to have been replaced.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from penstock.models.speculative.row_indexes import RowIndexes, confidences
 from penstock.models.speculative.token_index import MAX_OCCURRENCES
 
 LONGEST = 16
-"""The most tokens that are compared to find the place again."""
+"""The maximum number of tokens that are compared to find the place again."""
 NEAR = 64
 """A match of two or three tokens is trusted up to this far from where it is expected."""
 TRUSTED = 4
 """A match of this many tokens is trusted everywhere."""
 WINDOW = 16
-"""How far ahead a single token is searched."""
+"""How far ahead a single token is searched for."""
 MAX_REPLACED = 2
-"""How many tokens in a row are taken as replaced."""
+"""How many consecutive tokens are assumed to have been replaced."""
 PRIOR = 4
-"""How many tokens more seem to match than do: the caller expects this output."""
+"""A bonus to the number of matching tokens, because the caller expects this output."""
 
 
 class _Place(NamedTuple):
@@ -51,7 +51,7 @@ class _Alignment:
         self.place, self.length = place, length
         """The same as in ``_Place``."""
         self.history_length = history_length
-        """The length of the history then."""
+        """The length of the history at that time."""
         self.differs = False
         """Whether the output since then differs from the prediction."""
 
@@ -82,7 +82,7 @@ class Predictions:
             return None
         if found.is_trusted:
             return Proposal(drafts, confidences(found.length + PRIOR, len(drafts)), is_predicted=True)
-        # If the first draft is right, the place is.
+        # If the first draft is right, so is the place.
         sure = confidences(found.length + 2, 1) + confidences(found.length + 1 + PRIOR, len(drafts) - 1)
         return Proposal(drafts, sure, is_predicted=True)
 

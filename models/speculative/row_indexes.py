@@ -36,7 +36,7 @@ class RowIndexes:
         return cursor
 
     def extend(self, rows: Sequence[Row], portion: int = PORTION) -> int:
-        """Indexes what is new in the rows' tokens, up to ``portion`` tokens. Returns what is left of the portion."""
+        """Indexes what is new in the rows' tokens, up to ``portion`` tokens. Returns the rest of the portion."""
         for row in rows:
             done = self.cursor(row).index.extend(min(portion, self.room))
             self.room -= done

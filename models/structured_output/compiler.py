@@ -162,7 +162,7 @@ def to_grammar(
     """Converts a constraint to a grammar in the library's form. ``kind`` is a field of the API's ``Constraint``;
     ``choices`` are given as a JSON list. Without ``forces``, forced text may have any tokens, not only the tokenizer's
     own. With ``closes_objects``, an object that declares properties may have no others, unless the schema allows them.
-    ``marker_ids`` are the ids of the special tokens and of others that the library does not regard as text, and
+    ``marker_ids`` are the ids of special tokens and of others that the library does not treat as text, and
     ``added_ids`` those of all added tokens. Raises GrammarError for some errors; the compiler reports the others."""
     try:
         if kind == "structural_tag_json":
@@ -274,7 +274,7 @@ def _as_itself(match: re.Match[str]) -> str:
 
 def _structural_tag(text: str, closes_objects: bool, tokens: TagTokens) -> str:
     def schema(given: Any, number: int) -> tuple[str, list[str]]:
-        try:  # the older form of structural tags has schemas as text too
+        try:  # the older form of structural tags may have schemas as text
             return _of_schema(_decoded(given) if isinstance(given, str) else given, closes_objects, number)
         except GrammarError as error:
             raise TagError("", str(error)) from None

@@ -1,5 +1,5 @@
-"""Converts structural tags, as vLLM, SGLang and xgrammar have them, to Lark grammars: texts with tagged parts, each of
-which matches a format of its own. Formats that cannot be enforced are refused by name."""
+"""Converts structural tags, as in vLLM, SGLang and xgrammar, to Lark grammars: texts with tagged parts, each of which
+matches a format of its own. Formats that cannot be enforced are refused by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
@@ -14,7 +14,7 @@ _CONTAINERS = frozenset({"sequence", "or", "tag", "optional", "star", "plus", "r
 
 
 class PartWriters(NamedTuple):
-    """Converts the parts that are constraints of their own."""
+    """Converts the parts that are constraints themselves."""
 
     schema: Callable[[Any, int], tuple[str, list[str]]]
     """Returns an expression for a schema, and the rules that it needs. Their names contain the number."""
@@ -33,8 +33,8 @@ def tag_grammar(tag: Any, tokens: TagTokens, parts: PartWriters) -> str:
 class _TagWriter:
     """A grammar under construction.
 
-    A format is open if it may end in any text. What follows it, its ``ends``, then belongs to its expression, because
-    the text ends where one of them first appears.
+    A format is open if it may end in arbitrary text. Its expression then includes its ``ends``, the strings and tokens
+    that may follow it, because the text ends where one of them first appears.
     """
 
     def __init__(self, tokens: TagTokens, parts: PartWriters) -> None:
@@ -75,7 +75,7 @@ class _TagWriter:
         return f"({text} & ~(/(?s:.*)/ {_one_of(excluded)} /(?s:.*)/))" if excluded else text
 
     def _text_to(self, end: End, text: str, longer: Sequence[str] = ()) -> str:
-        """Returns the expression of a text, described by the terminal ``text``, up to and including the first ``end``.
+        """Returns the expression of a text that matches the terminal ``text``, up to and including the first ``end``.
         It must not end with any of ``longer``."""
         first, *rest = self._tokens.pieces(end)
         if not first.is_terminal:
@@ -83,7 +83,7 @@ class _TagWriter:
         terminal = f"{text} {first.text}"
         if longer:
             terminal = f"({terminal}) & ~(/(?s:.*)/ {_one_of(longer)})"
-        if rest:  # a special token, which the text has nowhere else
+        if rest:  # a special token, which occurs nowhere else in the text
             return " ".join([self._named_terminal(terminal), *(piece.text for piece in rest)])
         return self._rule(self._named_terminal(terminal), "[lazy]")
 
@@ -96,7 +96,7 @@ class _TagWriter:
         """Returns the terminal of a regular format; None for all others. If it is open, nothing may follow it."""
         if id(form) not in self._known_terminals:
             terminal = self._new_terminal(form)
-            if terminal is not None and form.type in _CONTAINERS:  # a name: the library limits brackets, not names
+            if terminal is not None and form.type in _CONTAINERS:  # named: the library limits brackets, not names
                 terminal = self._named_terminal(terminal)
             self._known_terminals[id(form)] = terminal
         return self._known_terminals[id(form)]
@@ -148,8 +148,8 @@ class _TagWriter:
         return self._tag_pieces(form) if form.type == "tag" else [Piece(self.expression(form), False)]
 
     def _tag_pieces(self, form: TagFormat, num_begun: int = 0) -> list[Piece]:
-        """Returns the pieces of a tag without the first characters of its beginning. With a token, any number is the
-        whole."""
+        """Returns the pieces of a tag without the first characters of its beginning. If it begins with a token, any
+        number drops the whole token."""
         begin, content = self._tokens.border(form.fields["begin"]), form.fields["content"]
         ends = [self._tokens.border(end) for end in form.fields["end"]]
         pieces = [] if isinstance(begin, int) and num_begun else self._tokens.pieces(begin)
@@ -177,13 +177,13 @@ class _TagWriter:
         return self._joined(pieces)
 
     def _rest(self, form: TagFormat, num_begun: int) -> list[Piece]:
-        """Returns the pieces of a format of which this many characters belong to the text before it."""
+        """Returns the pieces of a format whose first characters, this many, belong to the text before it."""
         if not num_begun:
             return self._pieces(form)
         return self._tag_pieces(form, num_begun) if form.type == "tag" else []
 
     def _visible_beginning(self, form: TagFormat) -> End:
-        """Returns the string or token by which a format can be found in a text."""
+        """Returns the string or token by which the start of a format is found in a text."""
         begin: End = ""
         if form.type == "tag":
             begin = self._tokens.border(form.fields["begin"])
@@ -196,7 +196,7 @@ class _TagWriter:
     # Texts with tags --------------------------------------------------------------------------------------------------
 
     def _dispatched(self, form: TagFormat, bodies: Mapping[End, str], ends: Sequence[End]) -> str:
-        """Returns the expression of a text in which the body of each trigger follows it."""
+        """Returns the expression of a text in which each trigger is followed by its body."""
         text = self._text(form)
         tagged, last = [], [self._text_to_any(ends, text)]
         for trigger, body in bodies.items():
@@ -210,7 +210,7 @@ class _TagWriter:
         return self._looped(form, bodies, tagged, last, ends)
 
     def _dispatched_tokens(self, form: TagFormat, bodies: Mapping[End, str], ends: Sequence[End]) -> str:
-        """The same for tokens."""
+        """Does the same for triggers that are tokens."""
         excluded = self._tokens.token_ids(form.fields["exclude_tokens"], f"{form.place}.exclude_tokens")
         free = self._free_tokens(form, [*excluded, *(each for each in bodies if isinstance(each, int))], ends)
         tagged = [f"{free} {self._tokens.marker(trigger)} {body}" for trigger, body in bodies.items()]
@@ -346,7 +346,7 @@ class _TagWriter:
         return f"{free} {self._tokens.any_of(ends)}" if ends else free
 
     def _free_tokens(self, form: TagFormat, excluded: Sequence[int], ends: Sequence[End]) -> str:
-        """Returns the expression of any tokens besides the excluded ones and those that end it."""
+        """Returns the expression of any tokens except the excluded ones and those that end it."""
         if not all(isinstance(end, int) for end in ends):
             raise TagError(form.place, "what follows any tokens must be a token, as an object of type token")
         most = form.fields.get("max_tokens")

@@ -10,7 +10,7 @@ _MOST = 2**31 - 1
 
 
 class TagError(Exception):
-    """A structural tag that is invalid, or that cannot be enforced. The text begins with the place."""
+    """A structural tag is invalid, or cannot be enforced. The message begins with the place."""
 
     def __init__(self, place: str, problem: str) -> None:
         super().__init__(f"{place}: {problem}" if place else problem)
@@ -21,13 +21,13 @@ class TagFormat(NamedTuple):
 
     type: str
     fields: Mapping[str, Any]
-    """Formats inside it are Formats. The end of a tag is a list."""
+    """The values of its fields. Nested formats are Formats, and the end of a tag is a list."""
     place: str
     """The path of its object, for errors."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it may end in any text."""
+        """Whether it may end in arbitrary text."""
         fields = self.fields
         match self.type:
             case "sequence":
@@ -85,7 +85,7 @@ def _older_tag(value: Any, place: str) -> TagFormat:
 
 
 def _format(value: Any, place: str, level: int = 1, usual: str | None = None) -> TagFormat:
-    """Reads a format. ``usual`` is the type of a format that names none."""
+    """Reads a format. ``usual`` is the type if it names none."""
     if level > MAX_LEVELS:
         raise TagError("", f"its formats are nested more than {MAX_LEVELS} levels deep")
     if not isinstance(value, dict):
@@ -112,7 +112,7 @@ def _format(value: Any, place: str, level: int = 1, usual: str | None = None) ->
 
 
 def _checked(form: TagFormat) -> TagFormat:
-    """Checks fields against each other."""
+    """Checks that fields are consistent with each other."""
     fields, place = form.fields, form.place
     if form.type in ("star", "plus", "repeat") and fields["content"].is_open:
         raise TagError(f"{place}.content", "may end in any text, so it cannot be repeated")

@@ -8,25 +8,26 @@ from penstock.models.structured_output.exact_numbers import quoted
 from penstock.models.structured_output.tag_formats import TagError, TagFormat
 
 End = str | int
-"""What a text ends with: a string, or the id of a token."""
+"""The end of a text: a string, or the id of a token."""
 
 
 class Piece(NamedTuple):
-    """A part of a sequence. Adjacent terminals become one, so that the lexer, which takes as much as it can, need not
-    see the border between them."""
+    """A part of a sequence. Adjacent terminals become one, so that the lexer, which is greedy, need not find the
+    boundary between them."""
 
     text: str
     is_terminal: bool
 
 
 class TagTokens:
-    """The tokens that tags may name, by their contents. A special token is not text: where a string of a tag spells
-    one, it is that token."""
+    """The tokens that tags may name, by their contents. A special token is not text: if a tag's string spells one, it
+    becomes that token."""
 
     def __init__(
         self, special_ids: Mapping[str, int], added_ids: Mapping[str, int], eos_ids: Sequence[int] = ()
     ) -> None:
-        """``added_ids`` are all that a format for tokens may name. ``eos_ids`` end an output: no format has them."""
+        """``added_ids`` are the only ids that a format for tokens may name. ``eos_ids`` end an output, so no format
+        contains them."""
         self._special_ids = special_ids
         self._added_ids = added_ids
         self._eos_ids = eos_ids
@@ -37,7 +38,7 @@ class TagTokens:
         return self._specials.search(text) is not None
 
     def whole_part(self, text: str, length: int) -> str:
-        """Returns the first ``length`` characters of a text, and more if they end within a special token."""
+        """Returns the first ``length`` characters of a text, or a few more if they would end within a special token."""
         spans = (found.span() for found in self._specials.finditer(text))
         return text[: next((end for start, end in spans if start < length < end), length)]
 
@@ -56,7 +57,7 @@ class TagTokens:
         return f"({' | '.join(map(self.marker, ends))})"
 
     def token_besides(self, token_ids: Sequence[int]) -> str:
-        """Returns the expression of a token besides these and those that end an output."""
+        """Returns the expression of any token except these and those that end an output."""
         return f"<[^{','.join(map(str, sorted({*token_ids, *self._eos_ids})))}]>"
 
     def border(self, value: str | TagFormat) -> End:
@@ -64,7 +65,7 @@ class TagTokens:
         return value if isinstance(value, str) else self.token_id(value.fields["token"], f"{value.place}.token")
 
     def token_ids(self, given: Sequence[int | str], place: str) -> list[int]:
-        """Returns the ids of tokens that are named or given by their ids. Raises TagError."""
+        """Returns the ids of tokens that are given by name or by id. Raises TagError."""
         return [self.token_id(each, f"{place}[{index}]") for index, each in enumerate(given)]
 
     def token_id(self, given: int | str, place: str) -> int:

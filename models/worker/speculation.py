@@ -29,7 +29,7 @@ def check_speculation(config: WorkerConfig) -> WorkerConfig:
 
 
 def make_drafter(config: WorkerConfig, backend: Backend) -> Drafter:
-    """Creates the drafter that the checked config names; one that proposes nothing if it names none. Raises
+    """Creates the drafter that the validated config names, or one that proposes nothing if it names none. Raises
     ModelError."""
     speculation = config.speculation
     if speculation is None:

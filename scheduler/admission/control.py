@@ -17,7 +17,7 @@ MAX_QUEUED_POOLED = 1 << 16
 however short."""
 
 MAX_WARM_UPS = 1024
-"""The maximum number of warm-ups that have not finished; their prompts have the limit of the queue's tokens."""
+"""The maximum number of unfinished warm-ups. Their prompts have the same token limit as the queue."""
 
 
 class AdmissionControl:
@@ -47,8 +47,8 @@ class AdmissionControl:
     ) -> None:
         """Raises Refused if the request may not enter the queue. ``alone_s`` is the time that it takes when it runs
         alone. Without a prediction, no request is refused as too late. ``is_first``: there is no other request. It is
-        then not refused for its deadline: trying again later cannot help, and nothing would be learned. What
-        ``superseded`` takes up is free for it."""
+        then not refused for its deadline, because retrying cannot help and nothing would be learned. The room of
+        ``superseded`` is free for it."""
         max_model_len, now = self._context.facts.max_model_len, self._context.clock()
         if request.pooling is None:
             assert 0 < request.num_prompt_tokens < max_model_len, "the prompt's length is checked before admission"
@@ -122,7 +122,7 @@ class AdmissionControl:
         check_rate(Rated.TOKEN, num_tokens, self._context.tenants.rate_limit(request.tenant), self._context.clock())
 
     def _check_warm_ups(self, request: Request) -> None:
-        """Limits the warm-ups that have not finished. A tenant may have half of what the others leave."""
+        """Limits the unfinished warm-ups. A tenant may use half of the room that the others leave."""
         tenants = self._context.tenants
         total, own = tenants.warm_ups, tenants.warm_ups_of(request.tenant)
         more = own.plus(1, request.num_prompt_tokens)
@@ -138,7 +138,7 @@ class AdmissionControl:
         if not self._is_within_share(request, gone):
             queued = waiting.queued.minus(gone)
             if queued.requests + 1 > config.max_queued_requests:
-                message = f"requests waiting already: {queued.requests}"
+                message = f"requests already waiting: {queued.requests}"
                 raise Refused(RefusalKind.QUEUE_FULL, message, RETRY_AFTER_MS)
             if queued.tokens + num_tokens > config.max_queued_tokens:
                 raise Refused(
@@ -153,8 +153,8 @@ class AdmissionControl:
             )
 
     def _is_within_share(self, request: Request, gone: RequestCount) -> bool:
-        """Returns whether the tenant's share of the queue has room, without what is ``gone``. Where tenants take turns,
-        a tenant may fill its share even if others have filled all of the queue."""
+        """Returns whether the tenant's share of the queue has room, not counting the requests that are ``gone``. Where
+        tenants take turns, a tenant may fill its share even if others have filled all of the queue."""
         config, waiting = self._context.config, self._context.waiting
         if not waiting.by_turns:
             return False
@@ -227,6 +227,6 @@ def _check_target(left_s: float, prediction: Prediction | None, *, may_retry: bo
         target = f"the target is in {left_s:.3g} s" if left_s > 0 else f"the target was {-left_s:.3g} s ago"
         raise Refused(
             RefusalKind.OVERLOADED,
-            f"{comes}, and {target}; try again or elsewhere, or allow it more time",
+            f"{comes}, and {target}; retry, use another replica, or allow it more time",
             _retry_after_ms(needed_s - left_s) if may_retry else None,
         )

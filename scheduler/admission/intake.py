@@ -19,9 +19,9 @@ from penstock.scheduler.timing.queue_time import Prediction
 from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, total_work
 
 MAX_PASSED = 64
-"""The maximum number of requests that arrived earlier and that a request passes because its prompt is at hand."""
+"""The maximum number of earlier requests that a request overtakes because its prompt is at hand."""
 MIN_TO_COMPUTE = 4
-"""A prompt is at hand if at most this part of it, 1 in 4 tokens, must be computed."""
+"""A prompt is at hand if at most 1 in this many of its tokens must be computed."""
 
 
 class _Found(NamedTuple):
@@ -56,9 +56,10 @@ def _work(request: Request, found: Sequence[_Found], block_size: int) -> QueuedW
 def _place(request: Request, place: Place, superseded: RequestState | None, *, is_at_hand: bool) -> Place:
     """Returns the request's place, with even numbers in order of arrival. ``place`` has its number by arrival.
 
-    A request whose prompt ``is_at_hand`` goes before some that arrived earlier, but need more: otherwise what is
-    retained for it would take up room for as long as it waits. It takes the place of the request that it supersedes if
-    this one has not begun and was no less urgent: a caller who changes a request must not go to the end of the queue.
+    A request whose prompt ``is_at_hand`` goes before some that arrived earlier but need more computation: otherwise its
+    retained blocks would take up room for as long as it waits. A request takes the place of the one that it supersedes
+    if that one has not begun and was no less urgent: a caller that changes a request must not go to the end of the
+    queue.
     """
     number = 2 * (place.number - MAX_PASSED) - 1 if is_at_hand else 2 * place.number
     place = place._replace(number=number)
@@ -92,7 +93,7 @@ class RequestIntake:
         self.grammar_budget = GrammarBudget()
         self._context = context
         self._entries: deque[float] = deque(maxlen=MAX_PASSED)
-        """When the newest requests entered the queue, the oldest first."""
+        """The times at which the newest requests entered the queue, oldest first."""
         self._kv = context.kv
         self._planner = planner
         self._predictor = predictor
@@ -129,8 +130,8 @@ class RequestIntake:
     def examine(
         self, request: Request, number: int, *, is_first: bool, superseded: RequestState | None = None
     ) -> AdmissionDecision:
-        """Returns how the request enters the queue as number ``number``, in place of ``superseded``, which still lives;
-        ``is_first``: there is no other request. Raises Refused."""
+        """Returns how the request enters the queue as number ``number``, in place of ``superseded``, which is still
+        live; ``is_first``: there is no other request. Raises Refused."""
         found = [self._find(request, index) for index in range(request.num_prompts)]
         cached_work = _work(request, found, self._kv.block_size)
         entered_at = self._context.clock()

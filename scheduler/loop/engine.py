@@ -175,8 +175,8 @@ class Engine:
         return 0 if self._scheduler is None else self._scheduler.kv.flush()
 
     def release(self, block_hashes: Sequence[bytes], tenant: str) -> None:
-        """Gives up the KV that is retained under these hashes for contexts of a tenant. Running requests keep theirs;
-        what was computed ahead stays."""
+        """Gives up the KV that is retained under these hashes for contexts of a tenant. Running requests keep theirs,
+        and KV that was computed ahead stays."""
         if self._scheduler is not None:
             self._scheduler.release(block_hashes, tenant)
 
@@ -375,7 +375,7 @@ class Engine:
         return Counters() if self._scheduler is None else self._scheduler.counters
 
     def load(self) -> EngineLoad:
-        """Returns how busy the engine is, cheap enough to take for each step."""
+        """Returns how busy the engine is. Cheap enough to call for each step."""
         return EngineLoad(state=self.state) if self._scheduler is None else self._scheduler.load(self.state)
 
     def stats(self) -> EngineStats:

@@ -118,8 +118,8 @@ class OutputProcessor:
     @staticmethod
     def cut_short(live: RequestState, reason: EngineFinishReason) -> list[SequenceDelta]:
         """Ends the output of a request that ends early. Returns the last delta of each sequence that has output and has
-        not ended: its caller gets all tokens that it pays for. After an internal error the text states may be in any
-        state, and there are none."""
+        not ended, so that the caller gets all tokens that it pays for. Returns none after an internal error, which may
+        leave the text in any state."""
         deltas: list[SequenceDelta] = []
         if reason is EngineFinishReason.INTERNAL:
             return deltas

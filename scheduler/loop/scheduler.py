@@ -94,7 +94,7 @@ class Scheduler:
         self._intake.grammar_budget.count(request, 1)
         self._num_arrived += 1
         self.requests[request.request_id] = live
-        if superseded is not None:  # it ends before its place is taken, and there is a live request all the time
+        if superseded is not None:  # it ends first, and there is always a live request
             assert superseded.request.tenant == request.tenant, "a request supersedes only one of its own tenant"
             self._finish(superseded, EngineFinishReason.SUPERSEDED, "")
         for index in range(request.num_prompts):
@@ -270,7 +270,7 @@ class Scheduler:
         message: str,
         context: Context | None,
     ) -> None:
-        """Passes on the last deltas of a request that is no longer known, and its end."""
+        """Delivers the last deltas and the end of a request that is no longer known."""
         try:
             for delta in deltas:
                 live.request.sink(delta)

@@ -90,8 +90,8 @@ class OutputBuffer:
         return StopMatch(EngineFinishReason.STOP) if token_id in self._end_token_ids else None
 
     def cut(self, reason: EngineFinishReason = EngineFinishReason.LENGTH) -> SequenceDelta:
-        """Ends a sequence that continues no further, and releases the tokens that are held back. A stop string that is
-        complete only now is the end."""
+        """Ends a sequence that gets no more tokens, and releases those that are held back. A stop string that is
+        complete only now ends the text."""
         assert self.end is None
         released = self._end(StopMatch(reason))
         if released.stop is not None:

@@ -1,5 +1,5 @@
-"""Blocks that sequences keep while they wait for a row: forked ones those of the prompt, and those whose output is
-injected into what they have computed. It does not know rows."""
+"""Blocks that sequences keep while they wait for a row. Forked sequences keep those of the prompt, and sequences with
+an injection keep those that they have computed. Does not know rows."""
 
 from collections.abc import Callable
 

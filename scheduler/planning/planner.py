@@ -99,7 +99,8 @@ class Planner:
         sequence.state = SequenceStatus.ENDED
 
     def suspend(self, sequence: SequenceState) -> None:
-        """Takes a sequence out of its row, to wait with the blocks that it has computed; without them if it is held."""
+        """Takes a sequence out of its row, to wait with the blocks that it has computed, or without them if it is
+        held."""
         if not sequence.live.held:
             sequence.pinned = sequence.block_ids[: sequence.num_computed // self.kv.block_size]
             self._pinned.add_sequence(sequence)
@@ -125,8 +126,8 @@ class Planner:
             self.running.arrange()
 
     def hold(self, live: RequestState, held: bool) -> None:
-        """Keeps a request out of the plans, or no longer. Its rows keep their blocks until others need them; those of
-        its sequences that wait give theirs up."""
+        """Starts or stops keeping a request out of the plans. Its rows keep their blocks until others need them; its
+        waiting sequences give theirs up."""
         for sequence in live.sequences:
             if held and sequence.state is SequenceStatus.WAITING:
                 self._pinned.take(sequence)

@@ -33,7 +33,7 @@ class WaitingQueue:
         """Whether tenants take turns."""
         self.queued = RequestCount()
         """The size of the queue: requests whose first prompt has not begun, and the tokens of all prompts that have not
-        begun. Without warm-ups."""
+        begun. Excludes warm-ups."""
         self.num_warm_ups = 0
         """The sequences of warm-ups."""
         self.num_pooled = 0
@@ -113,7 +113,7 @@ class WaitingQueue:
         """Finds out what the sequence lacks; ``_charge`` keeps it up to date."""
         sequence.num_wanted = sequence.num_missing = sequence.num_evicted = 0
         sequence.num_shared = 0
-        if sequence.reads_cache and not sequence.pinned:  # one that keeps blocks has all that it can find
+        if sequence.reads_cache and not sequence.pinned:  # pinned ones have all that they can find
             hashes = sequence.hashes[: (len(sequence.token_ids) - 1) // self._block_size]
             sequence.num_wanted = len(hashes)
             sequence.num_shared = self._wanted.add_owner(
@@ -130,7 +130,7 @@ class WaitingQueue:
             self.update_work(sequence)
 
     def update_work(self, sequence: SequenceState) -> None:
-        """Updates the work of a waiting sequence, after blocks have moved."""
+        """Updates the work of a waiting sequence after blocks have moved."""
         before, sequence.work = sequence.work, self._work(sequence)
         self._change_work(sequence, before)
 
@@ -254,7 +254,7 @@ class RunningQueue:
 
     @property
     def prefill_tokens_left(self) -> int:
-        """The tokens that are still to be computed before the rows can decode."""
+        """The tokens that must be computed before the rows can decode."""
         return sum(row.prefill_end - row.num_planned for row in self.prefilling)
 
     def __len__(self) -> int:

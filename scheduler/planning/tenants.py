@@ -46,7 +46,7 @@ class TenantUse:
         self.limits = limits
         self.rate_limit = TenantRateLimit(limits, now)
         self.num_live = 0
-        """Requests that have not finished, without warm-ups."""
+        """Requests that have not finished, except warm-ups."""
         self.warm_ups = RequestCount()
         """Warm-ups that have not finished."""
         self.num_rows = 0

@@ -120,7 +120,7 @@ class RunningService:
         self.pooled_calls = PooledCalls(engine, telemetry, metadata)
         self._limits = CallLimits()
         identity = IdentityInterceptor(config.authenticator)
-        # Separate limits: operators get through even if callers have used up theirs.
+        # Separate limits, so that operators get through even if callers have used up theirs.
         admin_limits = CallLimits(self._limits.connections)
         self._admin_interceptors = [StatusInterceptor(telemetry, admin_limits, self._load), identity]
         self._max_connections = max_connections(config.max_connections)

@@ -44,7 +44,7 @@ class ServerConfig:
     contracts: tuple[str, ...] = ()
     """The names of the contracts of other engines that the callers' listener serves too."""
     model_files: ModelFiles | None = None
-    """The paths of the model's files, for contracts that offer them; None: not known."""
+    """The paths of the model's files, for contracts that offer them; None if unknown."""
     authenticator: Authenticator = field(default_factory=AllowAll)
     tls: ServerTls | None = None
     """Applies to ``listen``, and to ``admin_listen`` if other machines can reach it."""
@@ -79,8 +79,8 @@ class ServerConfig:
     grace_s: float = 30.0
     """The time for running requests to finish after the drain delay."""
     target_ttft_s: float | None = None
-    """The target time to the first token of a short request. Load reports are relative to it; None: they are relative
-    to the limits."""
+    """The target time to the first token of a short request. Load reports are relative to it, or to the limits if it is
+    None."""
     heartbeat_s: float = HEARTBEAT_S
     tokenizer_threads: int = 2
     closes_objects: bool = True
@@ -90,7 +90,7 @@ class ServerConfig:
     objectives: Objectives = field(default_factory=dict)
     """The priorities of requests by the objectives that gateways name."""
     kv_events: KvEventsConfig | None = None
-    """How the prefix cache's changes are published by ZeroMQ; None: not at all."""
+    """How the prefix cache's changes are published over ZeroMQ; None: not at all."""
     stats_interval_s: float = INTERVAL_S
     """The interval between log lines with the engine's statistics."""
 

@@ -250,7 +250,7 @@ def warn_of_exposure(
     """Logs a warning for each listener that other machines can use without credentials.
 
     ``has_keys``: callers need a key or a token. ``is_mutual``: callers need a certificate, except over HTTP.
-    ``has_contracts``: the service has contracts of other engines, which report what is cached. The administration needs
+    ``has_contracts``: the service has contracts of other engines, which report what is cached. The admin listener needs
     no warning: without keys, an address that other machines can reach is refused.
     """
     if not (has_keys or is_mutual):

@@ -12,10 +12,10 @@ FLAG = "--contracts"
 
 
 class ForeignContract(NamedTuple):
-    """One contract. Its module is imported only where the contract is on."""
+    """One contract. Its module is imported only if the contract is on."""
 
     module: str
-    """Has ``add_to_server``; see ``rpc.contracts``."""
+    """The module with ``add_to_server``; see ``rpc.contracts``."""
     service: str
     """The full name of its gRPC service."""
     package: str
@@ -33,8 +33,8 @@ CONTRACTS: Mapping[str, ForeignContract] = {
 
 
 def read_contracts(text: str | None) -> tuple[str, ...]:
-    """Returns the names in the flag's value, each once. Raises ConfigError for an unknown name, and for a contract
-    whose package is not installed."""
+    """Returns the distinct names in the flag's value. Raises ConfigError for an unknown name, or for a contract whose
+    package is not installed."""
     names = [name.strip() for name in (text or "").split(",")]
     names = [name for name in dict.fromkeys(names) if name]
     for name in names:

@@ -68,7 +68,7 @@ def read_score_tokens(text: str) -> tuple[str, str]:
 
 
 def check_texts(config: "ServeConfig") -> None:
-    """Raises ConfigError for flags whose text has a form of its own."""
+    """Raises ConfigError for invalid flags whose text has a format of its own."""
     texts: tuple[tuple[str, str | None, Callable[[str], object]], ...] = (
         ("--allowed-origins", config.allowed_origins, read_origins),
         ("--allowed-hosts", config.allowed_hosts, read_hosts),

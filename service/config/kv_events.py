@@ -24,16 +24,16 @@ class KvEventsConfig:
     """``zmq`` or ``null``, which publishes nothing; None: ``zmq`` if events are enabled."""
     endpoint: str = "tcp://*:5557"
     """The address at which batches are published. The service listens on an ``ipc://`` address, and on a ``tcp://`` one
-    that has a ``*`` or the port 0; to any other, where a subscriber listens, it connects."""
+    with a ``*`` or port 0. It connects to any other address, where a subscriber must listen."""
     replay_endpoint: str | None = None
-    """The address for requests to send earlier batches again; None: none are sent again."""
+    """The address for requests to replay earlier batches; None: no replay."""
     buffer_steps: int = 10_000
-    """The number of batches that can be sent again."""
+    """The number of batches that can be replayed."""
     hwm: int = 100_000
-    """The number of batches that wait for a subscriber that reads slowly. It misses later ones."""
+    """The number of batches that wait for a slow subscriber. It misses later ones."""
     max_queue_size: int = 100_000
-    """The number of batches that wait to be published. If there are more, the oldest are not published, but can be sent
-    again."""
+    """The number of batches that wait to be published. If there are more, the oldest are not published, but can be
+    replayed."""
     topic: str = ""
     """The first part of each message. llm-d expects ``kv@POD@MODEL``."""
 
@@ -43,7 +43,7 @@ class KvEventsConfig:
 
 
 def parse_kv_events(text: str) -> KvEventsConfig:
-    """Returns the configuration of a JSON text. Raises ConfigError, with the key and its correct values."""
+    """Parses a configuration from JSON text. Raises ConfigError, with the key and its correct values."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -259,7 +259,7 @@ class ServeConfig:
         "retained", metavar="SECONDS", low=0.1, high=86_400,
     )  # fmt: skip
     kv_events_config: str | None = flag(
-        None, "publish changes of the prefix cache to routers by ZeroMQ, with vLLM's keys, such as "
+        None, "publish changes of the prefix cache to routers over ZeroMQ, with vLLM's keys, such as "
         '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}; needs '
         "the extra zmq", metavar="JSON", shown="not published", is_json=True,
     )  # fmt: skip
@@ -271,7 +271,7 @@ class ServeConfig:
     )  # fmt: skip
     objectives: str | None = flag(
         None, "priorities of the objectives that a gateway names in x-llm-d-inference-objective, lower first, such as "
-        '{"interactive": -10, "batch": 10}; they count under the priority policy', metavar="JSON", shown="none",
+        '{"interactive": -10, "batch": 10}; they apply under the priority policy', metavar="JSON", shown="none",
         is_json=True,
     )  # fmt: skip
     target_itl: float = flag(
@@ -281,7 +281,7 @@ class ServeConfig:
     target_ttft: float = flag(
         0.0, "target time to the first token of a short request, to which load reports relate the predicted one; "
         "balancers read them", metavar="MS", low=0, high=600_000,
-        shown="none: load reports have the used share of what limits the service",
+        shown="none: load reports give the used share of the limiting resource",
     )  # fmt: skip
     max_num_seqs: int = flag(
         256, "limit on the sequences in a step, within its token budget", metavar="N", low=1, high=4096

@@ -1,7 +1,7 @@
-"""Encodes changes of the prefix cache as vLLM's event batches: MessagePack, of which a batch is an array and each event
-a map with a tag.
+"""Encodes changes of the prefix cache as vLLM's event batches in MessagePack: a batch is an array, and each event a map
+with a tag.
 
-The structs have the fields of vLLM 0.33 that this service has a value for. As there, absent ones are left out.
+The structs have those fields of vLLM 0.33 for which this service has a value. As in vLLM, absent ones are left out.
 """
 
 from collections.abc import Iterable
@@ -27,16 +27,16 @@ class BlockStored(KvEvent, frozen=True):
     """The last 8 bytes of each hash, as vLLM sends them by default."""
     parent_block_hash: int | None
     token_ids: list[int]
-    """The tokens of all blocks, one after the other."""
+    """The tokens of all blocks, concatenated."""
     block_size: int
     lora_id: int | None
     medium: str
     lora_name: str | None
     extra_keys: list[tuple[str, ...] | None] | None = None
-    """What else is in each block's hash. As in vLLM, the ``cache_salt`` is a key of a sequence's first block."""
+    """The other inputs of each block's hash. As in vLLM, the ``cache_salt`` is a key of a sequence's first block."""
     session_id: str | None = None
     cache_salt: str | None = None
-    """The same salt for readers that expect it here, such as Dynamo's; vLLM's ignore it."""
+    """The same salt for readers that expect it here, such as Dynamo; vLLM's decoder ignores it."""
 
 
 class BlockRemoved(KvEvent, frozen=True):
@@ -60,7 +60,7 @@ class EventBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class BatchEncoder:
-    """Encodes the changes that one reader of a log returns. It knows which tiers were reported to hold each block."""
+    """Encodes the changes that one reader of a log returns. It tracks which tiers were reported to hold each block."""
 
     def __init__(self, log: KvEventLog) -> None:
         self._log = log
@@ -68,7 +68,7 @@ class BatchEncoder:
         self._reported: dict[bytes, int] = {}
 
     def encode_batch(self, changes: KvChanges, unix_time: float) -> bytes | None:
-        """Returns the next batch; None if subscribers know all of this already."""
+        """Returns the next batch; None if there is nothing new for subscribers."""
         events: list[KvEvent] = []
         if changes.cleared:
             self._reported.clear()
@@ -96,8 +96,8 @@ class BatchEncoder:
         return self._encoder.encode(EventBatch(unix_time, events)) if events else None
 
     def _with_unreported(self, block: StoredBlock) -> list[StoredBlock]:
-        """Returns a block after those that it follows and that are back on the device, which subscribers do not know
-        yet. They are among later changes too; but a subscriber may ignore a block that follows no known one."""
+        """Returns a block, after those before it that are back on the device and that subscribers do not know yet.
+        Those are also among later changes, but a subscriber may ignore a block that follows an unknown one."""
         blocks = [block]
         while (parent_hash := blocks[-1].parent_hash) and not self._reported.get(parent_hash, 0) & ON_DEVICE:
             parent = self._log.find(parent_hash)

@@ -1,17 +1,17 @@
-"""The numbered batches that wait to be published or can be sent again. Shared by the event loop, which adds them, and
-the publisher's thread; a lock is held only for a moment."""
+"""The numbered batches that wait to be published or can be replayed. The event loop, which adds them, and the
+publisher's thread share them under a lock, which is held only briefly."""
 
 from threading import Lock
 
 MAX_BYTES = 256 << 20
-"""Limit on all batches that are kept, whatever their number."""
+"""Limit on the total size of the batches that are kept."""
 
 
 class BatchHistory:
     """The last batches, by number."""
 
     def __init__(self, num_kept: int, max_queued: int, max_bytes: int = MAX_BYTES) -> None:
-        """``num_kept``: how many batches can be sent again. ``max_queued``: how many wait to be published."""
+        """``num_kept``: how many batches can be replayed. ``max_queued``: how many wait to be published."""
         self._num_kept = num_kept
         self._max_queued = max_queued
         self._max_bytes = max_bytes
@@ -25,7 +25,7 @@ class BatchHistory:
         """All batches before this number were published, or never will be."""
         self._num_bytes = 0
         self.num_dropped = 0
-        """Batches that were not published, because there were too many."""
+        """Batches that were not published because there were too many."""
 
     @property
     def num_batches(self) -> int:

@@ -1,6 +1,6 @@
 """Reads the changes of the prefix cache on the event loop, and hands them to the publisher's thread.
 
-The loop only encodes, at most a tenth of the time, and never waits for a subscriber.
+The loop only encodes, for at most a tenth of its time, and never waits for a subscriber.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ _log = logging.getLogger(__name__)
 MAX_BATCH_BYTES = 32 << 10
 """A batch of this size takes a millisecond of the event loop's time."""
 PAUSE_S = 0.01
-"""The pause after a batch. More changes then come in one batch."""
+"""The pause after a batch, so that more changes share one batch."""
 
 
 class KvEventPublisher:
     """Publishes the whole content of a log and then its changes, until ``close``."""
 
     def __init__(self, config: KvEventsConfig, log: KvEventLog) -> None:
-        """Raises ListenError. Blocks that are in the log already have no tenant."""
+        """Raises ListenError. Blocks that are already in the log have no tenant."""
         log.keeps_details = True
         self._log = log
         num_kept = 0 if config.replay_endpoint is None else config.buffer_steps
@@ -41,11 +41,11 @@ class KvEventPublisher:
                     "others out with a firewall or a network policy",
                     endpoint,
                 )
-        _log.info("KV events are published at %s; replays: %s", self.endpoint, self.replay_endpoint or "none")
+        _log.info("KV events are published at %s; replay: %s", self.endpoint, self.replay_endpoint or "none")
         self._task = asyncio.create_task(self._run(), name="penstock KV events")
 
     async def close(self) -> None:
-        """Publishes what waits, and ends."""
+        """Publishes the waiting batches, and ends."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task

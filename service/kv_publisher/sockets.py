@@ -1,12 +1,12 @@
-"""The thread that sends batches over ZeroMQ: a PUB socket for all subscribers, and a ROUTER socket that sends batches
-again to a subscriber that missed some.
+"""The thread that sends batches over ZeroMQ: a PUB socket for all subscribers, and a ROUTER socket that replays batches
+to a subscriber that missed some.
 
-The frames are vLLM's. A message has the topic, the number of the batch in 8 bytes with the highest first, and the
-payload. A request to send again has an empty frame and the number of the first batch; the answer is these batches, each
-with an empty frame before its own, and at its end a message with the number -1 and no payload.
+The frames are vLLM's. A message has the topic, the number of the batch in 8 bytes (big-endian), and the payload. A
+replay request has an empty frame and the number of the first batch. The answer is these batches, each with an empty
+frame before its own frames, and at the end a message with the number -1 and no payload.
 
-No subscriber can keep the thread waiting: PUB drops what a slow one does not read, which it sees as a gap in the
-numbers, and answers wait until their subscriber has read more.
+No subscriber can block the thread: PUB drops messages for a slow subscriber, which sees a gap in the numbers, and an
+answer pauses until its subscriber has read more.
 """
 
 import logging
@@ -27,14 +27,14 @@ NUMBER_BYTES = 8
 END_NUMBER = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 """The number in the last message of an answer."""
 MAX_REPLAYS = 64
-"""The number of answers at a time; further requests are ignored."""
+"""The maximum number of concurrent answers; further requests are ignored."""
 MAX_UNREAD = 1000
-"""The number of messages of an answer that wait for its subscriber."""
+"""The maximum number of messages of an answer that wait for its subscriber."""
 PORTION = 64
 """The number of batches of an answer that are sent before newer batches are published."""
 BUSY_POLL_MS = 10
 FLUSH_MS = 200
-"""How long the last messages may take to be sent."""
+"""How long sending the last messages may take."""
 PATIENCE_S = 30.0
 """An answer ends if its subscriber reads nothing for this long."""
 _WARN_EVERY_S = 60.0
@@ -66,11 +66,11 @@ class PublisherSockets:
         self._replayer = self._context.socket(zmq.ROUTER)
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.replay_endpoint: str | None = None
-        """The address for requests, with the bound port."""
+        """The address for replay requests, with the bound port."""
         try:
             self._publisher.setsockopt(zmq.SNDHWM, config.hwm)
             self.endpoint = _open(self._publisher, config.endpoint, "endpoint", may_connect=True)
-            """The address of the subscriptions, with the bound port."""
+            """The address for subscriptions, with the bound port."""
             if config.replay_endpoint is not None:
                 self._replayer.setsockopt(zmq.SNDHWM, MAX_UNREAD)
                 self._replayer.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -87,7 +87,7 @@ class PublisherSockets:
         os.eventfd_write(self._wakes, 1)
 
     def close(self) -> None:
-        """Publishes what waits, and closes the sockets."""
+        """Publishes the waiting batches, and closes the sockets."""
         self._is_closing = True
         self.wake()
         self._thread.join()
@@ -150,10 +150,10 @@ class PublisherSockets:
                 frames = (*replay.envelope, self._topic, number.to_bytes(NUMBER_BYTES, "big"), payload)
                 self._replayer.send_multipart(frames, zmq.NOBLOCK)
                 replay.next, replay.moved_at = number + 1, now
-        except zmq.Again:  # as much is unread as may be
+        except zmq.Again:  # the subscriber must read more first
             return now - replay.moved_at < PATIENCE_S
         except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:  # the subscriber has gone
+            if error.errno == zmq.EHOSTUNREACH:  # the subscriber has disconnected
                 return False
             raise
         return True
@@ -162,7 +162,7 @@ class PublisherSockets:
         num_dropped, now = self._history.num_dropped, time.monotonic()
         if num_dropped > self._num_warned and now - self._warned_at >= _WARN_EVERY_S:
             _log.warning(
-                "KV events: %d batches were not published, because too many waited; subscribers see a gap",
+                "KV events: %d batches were not published, because too many were waiting; subscribers see a gap",
                 num_dropped - self._num_warned,
             )
             self._num_warned, self._warned_at = num_dropped, now
@@ -180,7 +180,7 @@ def _open(socket: "zmq.Socket[Any]", endpoint: str, key: str, *, may_connect: bo
     except zmq.ZMQError as error:
         raise ListenError(
             f"--kv-events-config: {key}: cannot listen on {endpoint} ({error.strerror}); choose another address, or "
-            "stop the program that has it"
+            "stop the program that uses it"
         ) from None
     bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     return bound.rstrip("\0")
@@ -196,5 +196,5 @@ def check_endpoints(config: KvEventsConfig) -> None:
 
 
 def listens(endpoint: str) -> bool:
-    """Returns whether the service listens on an address; otherwise it connects to it."""
+    """Returns whether the service listens on an address, rather than connects to it."""
     return endpoint.startswith("ipc://") or "*" in endpoint or "::" in endpoint or endpoint.endswith(":0")

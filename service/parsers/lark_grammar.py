@@ -71,7 +71,7 @@ class LarkGrammar:
         """Adds rules. Raises CannotBeHeld if they are too long: each argument has a copy of its schema's ``$defs``."""
         self._num_chars += sum(map(len, rules))
         if self._num_chars > _MAX_CHARS:
-            raise CannotBeHeld("the schemas of the tools are too long to be enforced; shorten them, or their $defs")
+            raise CannotBeHeld("the tools' schemas are too long to be enforced; shorten them, or their $defs")
         self._rules += rules
 
     def marker(self, text: str) -> str:
@@ -102,7 +102,7 @@ class LarkGrammar:
 
 
 def marker_expression(text: str, marker_ids: Mapping[str, int]) -> str:
-    """Returns the expression of a text, in which each of ``marker_ids`` is a token, by its id."""
+    """Returns the expression of a text in which each of ``marker_ids`` is a token, given by its id."""
     tokens = "|".join(re.escape(token) for token in sorted(marker_ids, key=len, reverse=True))
     parts = [part for part in re.split(f"({tokens})", text) if part] if tokens else [text]
     return " ".join(f"<[{marker_ids[part]}]>" if part in marker_ids else quoted(part) for part in parts)
@@ -143,7 +143,7 @@ _HELD_KEYS = frozenset(
 
 
 def check_schema(tool: CallableTool) -> None:
-    """Raises CannotBeHeld unless a tool's schema can be translated: it is not too deep, and the keys that are read have
+    """Raises CannotBeHeld unless a tool's schema can be translated: it is not too deep, and the keys that matter have
     values of the right types."""
     schemas: list[Mapping[str, Any]] = [tool.parameters or {}]
     for _ in range(_MAX_DEPTH):

@@ -37,7 +37,7 @@ class AnswerParsing:
         self._formats = formats
         self._reasoning = _reasoning(tokenizer, formats.reasoning_parser)
         self._limits: dict[tuple[str, bool], ReasoningLimit] = {}
-        """Limits of 0 tokens by the format and by whether calls may follow: made at first use."""
+        """Limits of 0 tokens, by format and by whether calls may follow. Created at first use."""
 
     def check(self, start: pb.GenerationStart) -> None:
         """Checks a request's options. Raises ServiceError."""
@@ -48,7 +48,7 @@ class AnswerParsing:
         if has_budget and self._formats.of(with_tools=shows_tools(start.chat)).reasoning is None:
             raise invalid(
                 "sampling.thinking_token_budget",
-                "needs a model whose reasoning format is known; omit it, or the service's operator sets "
+                "needs a model whose reasoning format is known; omit it, or ask the service's operator to set "
                 "--reasoning-parser",
             )
         if not start.output.parse_tool_calls:

@@ -27,7 +27,7 @@ def shows_tools(chat: pb.Chat) -> bool:
 
 
 def chat_options(chat: pb.Chat) -> pb.Chat:
-    """Returns what decides how the template shows further messages of a chat."""
+    """Returns the options that determine how the template shows further messages of a chat."""
     options = pb.Chat(template_variables_json=chat.template_variables_json)
     if shows_tools(chat):
         options.tools.extend(chat.tools)
@@ -66,8 +66,8 @@ def check_chat(chat: pb.Chat, template: ChatTemplate) -> None:
 
 
 class ToolSchemas:
-    """The schemas of a chat's tools, each parsed once, when it is first needed: the template, the grammar of calls and
-    the parser of the output need them. No user may change them."""
+    """The schemas of a chat's tools, each parsed only once, when it is first needed: the template, the grammar of calls
+    and the output parser share them. They must not be changed."""
 
     def __init__(self, chat: pb.Chat) -> None:
         self._functions = [tool.function for tool in chat.tools]

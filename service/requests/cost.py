@@ -14,7 +14,7 @@ MAX_WHOLE_ANSWER = 512_000
 clients, and leaves 96 KB for the other fields of 64 choices. A log-probability without its token's text takes at most
 one unit."""
 _ID_BYTES = 3
-"""The maximum size of an id below 2**21, and the usual one of a text besides its bytes."""
+"""The maximum size of an id below 2**21, and the usual overhead of a text besides its bytes."""
 
 
 def check_cost(
@@ -35,8 +35,8 @@ def check_cost(
 
 
 def check_token_texts(output: pb.OutputOptions, longest_bytes: int) -> None:
-    """Checks that a token's log-probabilities fit in one message with the texts of their tokens, each of which has at
-    most ``longest_bytes``. Raises ServiceError."""
+    """Checks that a token's log-probabilities fit in one message together with their tokens' texts, each of at most
+    ``longest_bytes``. Raises ServiceError."""
     if not output.include_token_texts:
         return
     for name in ("logprobs", "prompt_logprobs"):

@@ -84,8 +84,8 @@ class RequestBuilder:
         default for requests that continue others. ``max_drafts`` is the maximum number of draft tokens per choice and
         step. ``drafts_predictions``: whether predictions are used. ``defaults`` are the model's sampling defaults.
         ``generates``: whether the model has an output head; otherwise every request is refused. ``formats`` are those
-        of the model's outputs; by default none are known. ``auto_retain_s`` returns how long KV is retained for a
-        tenant's session, or none, in the mode AUTO."""
+        of the model's outputs; by default none are known. ``auto_retain_s`` returns how long KV is retained in the mode
+        AUTO for a tenant, with or without a session."""
         self._generates = generates
         self._auto_retain_s = auto_retain_s
         self._validator = validator
@@ -145,8 +145,8 @@ class RequestBuilder:
         return max_tokens
 
     def check_append(self, append: pb.GenerationAppend, with_tools: bool) -> None:
-        """Makes all checks that are possible before the content is tokenized. ``with_tools``: whether the chat of the
-        request shows tools. Raises ServiceError."""
+        """Makes all checks that are possible before the content is tokenized. ``with_tools``: whether the request's
+        chat shows tools. Raises ServiceError."""
         self._validator.check(append)
         kind = append.WhichOneof("content")
         if kind is None:
@@ -194,7 +194,7 @@ class RequestBuilder:
     async def check_in_thread(
         self, make_start: Callable[[], pb.GenerationStart], num_bytes: int, tenant: str
     ) -> pb.GenerationStart:
-        """Makes a start and checks it, in a thread: its prompt of about ``num_bytes`` may have many parts. Raises
+        """Builds a start and checks it, in a thread: its prompt of about ``num_bytes`` may have many parts. Raises
         ServiceError."""
 
         def work() -> pb.GenerationStart:
@@ -223,7 +223,7 @@ class RequestBuilder:
         grammar: str = "",
         schemas: ToolSchemas | None = None,
     ) -> PreparedRequest:
-        """Does the part of ``prepare`` that is for a thread. ``grammar`` is that of the output, if it has one."""
+        """Does the part of ``prepare`` that runs in a thread. ``grammar`` is the output's grammar, if it has one."""
         schemas = schemas or ToolSchemas(start.chat)
         salt = tenant_salt(self._model_name, origin.tenant)
         if context is None:

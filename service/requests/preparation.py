@@ -1,4 +1,4 @@
-"""The preparation of a request: its origin, its time limit, and its end if it ends before the engine has it."""
+"""The preparation of a request: its origin, its time limit, and its end if it never reaches the engine."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Learns how soon requests follow others of their tenant or session, to retain KV for about as long and no longer."""
+"""Learns how soon requests follow others of their tenant or session, to retain KV for about that long."""
 
 import time
 from collections import OrderedDict, deque
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 NUM_KEPT = 64
-"""The number of last returns of a tenant or a session that count."""
+"""How many of the last returns of a tenant or a session count."""
 NUM_NEEDED = 8
 UNKNOWN_S = 20.0
 """The time for a tenant with fewer returns: twice the 10 s within which 95 % of the turns of agents return, in traces
@@ -33,14 +33,14 @@ class ReturnTimes:
         """The least recently active tenant first."""
         self._by_session: OrderedDict[Session, deque[float]] = OrderedDict()
         self._ended: OrderedDict[Session, float] = OrderedDict()
-        """When the last request of a session ended, if none has followed."""
+        """When the last request of a session ended, if no other has followed."""
 
     def add_return(self, tenant: str, seconds: float) -> None:
         """Counts a context that is continued for the first time, this long after its end."""
         _add(self._by_tenant, tenant, seconds, MAX_TENANTS)
 
     def began(self, tenant: str, session_id: str, *, counts_for_tenant: bool) -> None:
-        """Counts a request of a session, as a return if it follows another. ``counts_for_tenant``: unless
+        """Counts a request of a session, as a return if it follows another. ``counts_for_tenant`` is false if
         ``add_return`` counts it."""
         ended = self._ended.pop((tenant, session_id), None)
         if ended is not None:

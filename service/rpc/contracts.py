@@ -1,5 +1,5 @@
 """Adds the contracts of other engines to the callers' listener. Each is a thin adapter in a folder of its own, which
-translates its requests to those of penstock.v1 and back, and has no life cycle of its own."""
+translates requests to those of penstock.v1 and responses back, and does not manage the life cycle of requests."""
 
 import importlib
 from dataclasses import dataclass
@@ -52,14 +52,14 @@ class ContractParts:
     formats: AnswerFormats
     generates: bool
     files: ModelFiles | None
-    """None: not known, so that the contract does not offer them."""
+    """None if unknown: then the contract does not offer them."""
 
 
 class AddedContract(Protocol):
     """A contract that is being served."""
 
     def close(self) -> None:
-        """Ends calls that would never end, because the service shuts down."""
+        """Ends calls that would never end by themselves, because the service shuts down."""
 
 
 def add_contract(name: str, parts: ContractParts) -> AddedContract:

@@ -12,9 +12,9 @@ from penstock.service.telemetry.recent_stats import RecentStats
 from penstock.v1.orca import TRAILER, OrcaLoadReport
 
 MAX_AGE_S = 0.02
-"""How old a report may be. Most steps take longer, so there is at most one report for each, however many calls end."""
+"""How old a report may be. Most steps take longer, so there is at most one report per step, however many calls end."""
 MIN_UTILIZATION = 0.01
-"""What an idle service reports: readers ignore a utilization of 0, and would keep the last one."""
+"""The utilization of an idle service: readers ignore 0, and would keep the last value."""
 
 Trailers = tuple[tuple[str, str | bytes], ...]
 
@@ -33,7 +33,7 @@ class CallCost:
         self.output_tokens += usage.output_tokens
 
     def serialized(self) -> bytes:
-        """Returns the part of an OrcaLoadReport that has the cost; empty if there is none."""
+        """Returns the part of a serialized OrcaLoadReport with the cost; empty if there is none."""
         if not (self.prompt_tokens or self.output_tokens):
             return b""
         raw: bytes = OrcaLoadReport(
@@ -78,7 +78,7 @@ class LoadReporter:
 
     def trailers(self, cost: CallCost | None = None) -> Trailers:
         """Returns the trailing metadata of a call with this cost."""
-        # The serialized parts of a message, one after the other, are the serialized message.
+        # Concatenating the serialized parts of a message gives the serialized message.
         return ((TRAILER, self.report() if cost is None else self.report() + cost.serialized()),)
 
     def _compute(self) -> bytes:

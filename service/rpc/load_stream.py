@@ -1,5 +1,5 @@
-"""xds.service.orca.v3.OpenRcaService: load reports outside calls (gRFC A51), for balancers whose calls are long or
-few.
+"""xds.service.orca.v3.OpenRcaService: load reports outside of calls (gRFC A51), for balancers with long or infrequent
+calls.
 
 It needs no credentials: neither Envoy nor gRPC's balancers send any, and the trailers of refused calls have the same
 reports."""
@@ -18,11 +18,11 @@ from penstock.service.transport.places import Places, Rules
 from penstock.v1.orca import SERVICE, OrcaLoadReport, OrcaLoadReportRequest
 
 MIN_INTERVAL_S = 1.0
-"""The shortest interval, and the default, as defined by A51. A shorter one counts as this one."""
+"""The shortest interval, and the default, as defined by A51. A shorter one is raised to this."""
 MAX_INTERVAL_S = 86_400.0
-"""A longer one counts as this one."""
+"""The longest interval. A longer one is reduced to this."""
 MAX_STREAMS, MAX_STREAMS_OF_HOST = 512, 64
-"""Limits on open streams. All of them together take some percent of a core."""
+"""Limits on open streams. Together they take a few percent of a core."""
 
 
 class LoadStreams:
@@ -43,7 +43,7 @@ class LoadStreams:
         )
 
     async def StreamCoreMetrics(self, request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
-        """Sends a report at once and after every interval, until the caller leaves or the service ends."""
+        """Sends a report at once and after every interval, until the caller disconnects or the service shuts down."""
         interval_s = _interval_s(request)
         host, _ = peer_of(context.peer()) or ("", 0)
         async with self._places.place(host):

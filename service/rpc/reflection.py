@@ -35,7 +35,8 @@ def add_reflection(services: Iterable[str], server: grpc.aio.Server) -> None:
 
 
 class _ServedDescriptors:
-    """The methods of a DescriptorPool that reflection uses: for protobuf's default pool and that of load reports."""
+    """Combines protobuf's default pool and that of load reports, with the methods of a DescriptorPool that reflection
+    uses."""
 
     def FindFileByName(self, name: str) -> Any:
         return self._first("FindFileByName", name)
@@ -53,7 +54,7 @@ class _ServedDescriptors:
         return message.file.pool.FindAllExtensions(message)
 
     def _first(self, method: str, name: str) -> Any:
-        """Returns what the first pool that knows the name finds. Raises KeyError."""
+        """Returns the result of the first pool that knows the name. Raises KeyError."""
         try:
             return getattr(descriptor_pool.Default(), method)(name)
         except KeyError:

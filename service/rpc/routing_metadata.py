@@ -1,4 +1,4 @@
-"""Reads what gateways say about a request in the metadata of its call, and sets its fields that are not set.
+"""Reads what gateways send about a request in the metadata of its call, and fills in its unset fields.
 
 On a stream of many requests, the metadata are the defaults of all of them.
 """
@@ -20,7 +20,7 @@ class RoutingMetadata:
         self._objectives = objectives
 
     def read(self, call: "grpc.aio.ServicerContext[Any, Any] | None") -> RoutingHeaders:
-        """Returns what the metadata of a call say. Raises ServiceError."""
+        """Returns the values in the metadata of a call. Raises ServiceError."""
         if call is None:
             return NO_HEADERS
         try:
@@ -29,8 +29,8 @@ class RoutingMetadata:
             raise _invalid(error) from None
 
     def fill(self, message: Message, headers: RoutingHeaders) -> None:
-        """Sets the fields of a request that it has and that are not set. The tenant counts only from a caller that may
-        act for others: anyone can send it, and a gateway may pass on what its own caller sent. Raises ServiceError."""
+        """Sets those fields that the request has and that are not set. The tenant applies only if the caller may act
+        for others: anyone can send it, and a gateway may forward the header of its own caller. Raises ServiceError."""
         if headers is NO_HEADERS:
             return
         try:

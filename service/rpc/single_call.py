@@ -55,7 +55,7 @@ class SingleCall:
         beats: bool = False,
         error_of: Callable[[status_pb2.Status], StatusError | None] = status_error,
     ) -> None:
-        """``encode`` builds the call's messages. ``beats``: whether heartbeats are sent, once there was a message.
+        """``encode`` builds the call's messages. ``beats``: whether heartbeats are sent after the first message.
         ``error_of`` returns the error that ends the call for the status of its request."""
         self._context = context
         self._beats = beats
@@ -76,7 +76,7 @@ class SingleCall:
 
     async def _write(self, raw: bytes) -> None:
         if not self._has_begun:
-            # Sent separately: in one operation with a message that is held up, no status could overtake it.
+            # Sent separately: sent together with a message that is blocked, no status could overtake it.
             self._has_begun = True
             # Not before: a heartbeat would prevent proxies from retrying elsewhere.
             self._outbox.begin_beats(sends=self._beats)

@@ -86,7 +86,7 @@ def accepted_message(
 
 def injected_message(ref: int, event: TokensInjected, append_ids: Sequence[int]) -> pb.Injected:
     """Builds the message for tokens that were injected into the output of a request. ``append_ids`` are the numbers of
-    the appends that they came from; 0 is none."""
+    the appends that they came from; 0 means none."""
     return pb.Injected(
         ref=ref,
         output_tokens=event.num_output_tokens,

@@ -24,7 +24,7 @@ _FLOAT_BYTES = 4
 _LENGTH_BYTES = 2
 """The maximum size of a text length: fewer than 2**14 characters start in a token."""
 _TEXT_BYTES = 4
-"""An upper bound on the size of a token's text besides its bytes."""
+"""An upper bound on the encoding overhead of a token's text."""
 _CHAR_BYTES = 4
 """The maximum size of a character in UTF-8."""
 MAX_PART_BYTES = MAX_MESSAGE_BYTES - 1024
@@ -32,7 +32,7 @@ MAX_PART_BYTES = MAX_MESSAGE_BYTES - 1024
 MAX_TOKEN_BYTES = 16 << 10
 """The maximum size of one token's log-probabilities with texts: it fits in each part of a split delta."""
 ENTRY_BYTES = _TEXT_BYTES + _ID_BYTES + _FLOAT_BYTES
-"""An upper bound on the size of a log-probability besides its token's bytes."""
+"""An upper bound on the size of a log-probability without its token's bytes."""
 
 
 class OutputForm(NamedTuple):
@@ -122,8 +122,8 @@ def _logprob_sizes(logprobs: TokenLogprobs, token_ids: Sequence[int], form: Outp
 
 
 def _runs(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yields the first index and the end of each run of sizes whose sum is at most ``most``, at least one run. A run
-    has at least one size."""
+    """Yields the first index and the end of each run of sizes whose sum is at most ``most``. There is at least one run,
+    and each has at least one size."""
     first = total = 0
     for at, size in enumerate(sizes):
         if total + size > most and at > first:

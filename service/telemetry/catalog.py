@@ -130,7 +130,7 @@ INSTRUMENTS = (
     Instrument("penstock.kv_events.batches", COUNTER, "{batch}", lambda now: now.metrics.read_kv_batches()[0],
                "Batches of KV events for ZeroMQ."),
     Instrument("penstock.kv_events.dropped_batches", COUNTER, "{batch}", lambda now: now.metrics.read_kv_batches()[1],
-               "Those that were not published, because too many waited; subscribers see a gap."),
+               "Batches of KV events that were not published, because too many were waiting; subscribers see a gap."),
     Instrument("penstock.worker_restarts", COUNTER, "{restart}", lambda now: now.stats.restarts,
                "Workers that were replaced."),
 

@@ -28,9 +28,9 @@ _SUCCESS = {"STOP": "stop", "LENGTH": "length", "CANCELLED": "abort", "SUPERSEDE
 OUR_FAULTS = frozenset(
     {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
 )
-"""The codes of failures that callers did not cause."""
+"""The status codes of failures that callers did not cause."""
 _OVERLOAD = frozenset({"QUEUE_FULL", "OVERLOADED", "PREPARATION_FULL"})
-"""The reasons of refusals that another replica may not have."""
+"""The reasons of refusals that another replica may not give."""
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 """vLLM's words for why a request ended; ``error`` stands for every other reason."""
 
@@ -82,7 +82,7 @@ class Metrics:
         self.prompt_tokens = Histogram(TOKEN_BOUNDS)
         self.output_tokens = Histogram(TOKEN_BOUNDS)
         self.read_kv_batches: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        """Returns the batches of KV events, and those of them that were not published."""
+        """Returns the numbers of KV event batches, in total and not published."""
         self.operations: dict[str, OperationTimes] = {}
         self.ends: Counter[tuple[str, str]] = Counter()
         """Ended requests by the names of status and reason."""
@@ -92,7 +92,7 @@ class Metrics:
         self.num_ended = 0
         """All requests that ended, including refused ones."""
         self.num_failed = 0
-        """The requests among them that failed by the service's fault, or because it was overloaded."""
+        """The requests among them that failed through the service's fault, or because it was overloaded."""
         self.tenants: dict[str, TenantTotals] = {}
         self.recent = RecentLatencies()
         """Latencies of this second. ``recent_stats.py`` puts a new object here each second."""

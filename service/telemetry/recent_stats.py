@@ -37,9 +37,9 @@ class RequestRates:
     """The requests that ended recently, including refused ones, per second."""
 
     ended_per_s: float
-    """The rate of one request at least: balancers ignore a rate of 0, which would keep an idle service idle."""
+    """At least the rate of one request: balancers ignore a rate of 0, which would keep an idle service idle."""
     failed_per_s: float
-    """The requests that failed by the service's fault, or because it was overloaded."""
+    """The requests that failed through the service's fault, or because it was overloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,8 @@ class RecentStats:
         )
 
     def rates(self) -> RequestRates:
-        """Returns the rates over the last ``RATE_SECONDS``, or since the start. Cheap enough to take for each call."""
+        """Returns the rates over the last ``RATE_SECONDS``, or since the start. Cheap enough to call for each call's
+        end."""
         metrics, seconds = self._metrics, self._seconds
         first = seconds[max(0, len(seconds) - RATE_SECONDS)]
         passed_s = max(1.0, self._clock() - first.began)

@@ -117,8 +117,8 @@ class Reasoning:
         self, table: TokenTextTable, encode: Callable[[str], list[int]], *, calls_may_follow: bool
     ) -> ReasoningLimit:
         """Returns a limit of 0 tokens for reasoning that the prompt has opened. ``encode`` returns the tokens of a text
-        that follows others. With ``calls_may_follow``, the model chooses between an answer and a call. Slow for a large
-        vocabulary."""
+        that follows other text. With ``calls_may_follow``, the model chooses between an answer and a call. Slow for a
+        large vocabulary."""
         form = self._form
         more = "" if calls_may_follow else form.before_answer + form.text_opens
         closing = [self._spelled(form.closes + more, encode)]
@@ -128,7 +128,7 @@ class Reasoning:
         return ReasoningLimit(0, True, _search(form.closes, table), tuple(closing), opens)
 
     def _spelled(self, text: str, encode: Callable[[str], list[int]]) -> tuple[int, ...]:
-        """Returns the tokens of a text, in which each mark that is a token is that token."""
+        """Returns the tokens of a text in which each mark that is a token becomes that token."""
         marks = "|".join(re.escape(mark) for mark in sorted(self._ids, key=len, reverse=True))
         parts = [part for part in re.split(f"({marks})", text) if part] if marks else [text]
         return tuple(
@@ -152,7 +152,7 @@ def _search(marker: str, table: TokenTextTable, *, at_beginning: bool = False) -
             if found > 0 or (at_beginning and found == 0):
                 moves[0][token_id] = found
     for state in range(1, len(wanted)):
-        # The text goes on with the marker, or with one that began later.
+        # The text continues the marker, or one that began later.
         begins = {wanted[state], *(wanted[at] for at in range(1, state) if wanted[:at] == wanted[state - at : state])}
         for token_id, text in (each for byte in begins for each in by_byte[byte]):
             found = next_state(wanted, state, text)
@@ -169,8 +169,8 @@ def _texts(table: TokenTextTable) -> Iterator[tuple[int, bytes]]:
 
 
 def _text_state(marker: bytes, state: int, text: bytes) -> int:
-    """Returns the length of the marker's longest beginning at the end of a text that began with ``state`` of its bytes;
-    the marker's length if it is in the text."""
+    """Returns the length of the longest prefix of the marker at the end of a text that began with ``state`` of its
+    bytes; the marker's length if the text contains it."""
     whole = marker[:state] + text
     if marker in whole:
         return len(marker)
@@ -178,7 +178,7 @@ def _text_state(marker: bytes, state: int, text: bytes) -> int:
 
 
 def _first_state(marker: bytes, state: int, text: bytes) -> int:
-    """The same for a marker at the beginning, after white space; -1: it is not there."""
+    """Does the same for a marker at the beginning, after white space; -1 if it is not there."""
     whole = marker[:state] + text if state else text.lstrip()
     if whole.startswith(marker):
         return len(marker)

@@ -278,9 +278,9 @@ class TokenizerPool:
     one tenant never has all threads.
 
     Long texts have threads of their own, so that short ones never wait for them; so have huge ones, which take seconds,
-    and must not take the cores from steps and streams. Prompts that are tokenized ahead have one thread for short and
-    one for long texts, in which tenants take turns too. The threads run in parallel: the library releases the GIL while
-    it encodes.
+    and must not take the cores from steps and streams. Prompts that are tokenized ahead have one thread for short texts
+    and one for long ones, in which tenants take turns too. The threads run in parallel: the library releases the GIL
+    while it encodes.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class TokenizerPool:
         self, work: Callable[[], T], num_bytes: int, tenant: str | None = None, *, is_ahead: bool = False
     ) -> T:
         """Runs ``work`` in a thread; ``num_bytes`` is the size of its input. ``tenant``: the owner of the work; None is
-        the current caller's tenant. ``is_ahead``: no request waits for the work, and it must delay none.
+        the current caller's tenant. ``is_ahead``: no request waits for the work, which must not delay any.
 
         Raises what ``work`` raises, and ServiceError PREPARATION_FULL. If its caller is cancelled, running work
         continues and waiting work is dropped.

@@ -1,11 +1,11 @@
 """Agents whose contexts do not fit in the KV cache together: `retain_mode: AUTO` and `Release` against plain LRU.
 
-The published medians of an agent's run, 43 turns with 142,000 tokens in and 444 out, divided by 64 for the demo model;
-times divided by 5. Each agent begins with a prompt of which all share a part, and then adds the result of a tool with
-each turn. 95 % of its turns come within about 10 s of the last (2 s here), the others after a minute on average. Some
-turns have a branch that is abandoned after a few turns, and every second one comes with a request that is never
-repeated. The KV cache has a third of the tokens of the agents' contexts. The same seeded trace both ways; all of it
-real: `penstock serve` with the demo model, and its Python client.
+The published medians of an agent's run are 43 turns with 142,000 tokens in and 444 out. Tokens are divided by 64 for
+the demo model, and times by 5. Each agent begins with a prompt, part of which all agents share, and then adds a tool
+result in each turn. 95 % of its turns come within about 10 s of the last (2 s here), the others after a minute on
+average. Some turns have a branch that is abandoned after a few turns, and every second one is accompanied by a request
+that is never repeated. The KV cache holds a third of the tokens of the agents' contexts. Both ways run the same seeded
+trace on a real service: `penstock serve` with the demo model, and its Python client.
 """
 
 import argparse
@@ -32,7 +32,7 @@ FIRST_PROMPT, SHARED = 20_000 // SCALE, 12_000 // SCALE
 NEW_TOKENS = (MEDIAN_PROMPT - FIRST_PROMPT) / (MEDIAN_TURNS / 2) - OUTPUT
 """The mean number of tokens that a turn adds, so that the median prompt is that of the published traces."""
 PAUSE_S, PAUSE_SIGMA = 1.5, 0.9
-"""The median and the spread of a pause, before it is scaled. At most LONG_PAUSE_S but for one in twenty."""
+"""The median and the spread of a pause, before scaling. Nineteen pauses in twenty are at most LONG_PAUSE_S."""
 LONG_PAUSE_S, LONG_PAUSE_MEAN_S, LONG_PAUSES = 10.0, 60.0, 0.05
 BRANCHES = 0.08
 ONE_OFF_TOKENS = 1024
@@ -57,11 +57,11 @@ class Turn:
 
     new_tokens: int
     pause_s: float
-    """The time after it."""
+    """The pause after it."""
     branch: list[int]
     """The new tokens of each turn of a branch that is abandoned."""
     has_one_off: bool
-    """Whether a request comes with it that is never repeated."""
+    """Whether a request that is never repeated accompanies it."""
 
 
 @dataclass
@@ -94,8 +94,8 @@ def new_tokens(rng: random.Random) -> int:
 
 
 def new_trace(seed: int, num_agents: int, num_turns: int) -> list[list[Run]]:
-    """Draws the runs of each agent: one after another, until it has had this many turns. The first one is in the middle
-    of its run, so that all contexts together are about equally large at any time."""
+    """Draws the runs of each agent: one after another, until it has had this many turns. Each first run starts
+    somewhere in the middle, so that the total size of all contexts stays about the same."""
     rng = random.Random(seed)
     agents = []
     for _ in range(num_agents):
@@ -111,13 +111,13 @@ def new_trace(seed: int, num_agents: int, num_turns: int) -> list[list[Run]]:
 
 
 def working_set(trace: list[list[Run]]) -> int:
-    """The tokens of the agents' contexts at the mean time."""
+    """The total tokens of the agents' contexts, averaged over time."""
     return round(sum(statistics.mean(size for run in runs for size in run.contexts) for runs in trace))
 
 
 @dataclass
 class Measured:
-    """What the agents' requests cost."""
+    """The cost of the agents' requests."""
 
     prompt_tokens: list[int] = field(default_factory=list)
     computed_tokens: int = 0
@@ -225,7 +225,7 @@ def numbers(measured: Measured) -> Iterator[str]:
 
 
 def print_heads(arguments: argparse.Namespace, trace: list[list[Run]], measured: Measured, num_tokens: int) -> None:
-    """Prints what the trace is like."""
+    """Prints a summary of the trace."""
     pauses = sorted(measured.pauses_s)
     print(
         f"{arguments.agents} agents, {arguments.turns} turns of each; median prompt "
@@ -239,9 +239,9 @@ def print_heads(arguments: argparse.Namespace, trace: list[list[Run]], measured:
 def main() -> None:
     """Runs the trace both ways and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--agents", type=int, default=16, help="at a time (default %(default)s)")
-    parser.add_argument("--turns", type=int, default=43, help="of each, branches apart (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the trace (default %(default)s)")
+    parser.add_argument("--agents", type=int, default=16, help="concurrent agents (default %(default)s)")
+    parser.add_argument("--turns", type=int, default=43, help="per agent, without branches (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the trace (default %(default)s)")
     arguments = parser.parse_args()
     trace = new_trace(arguments.seed, arguments.agents, arguments.turns)
     num_bytes, longest = cache_sizes(trace, torch.bfloat16)
@@ -258,7 +258,7 @@ def main() -> None:
     speedup = lru.percentile(0.5) / auto.percentile(0.5)
     met = "met" if ratio <= MAX_COMPUTED else "NOT met"
     print(
-        f"computed tokens {ratio:.2f} of those of plain LRU, p50 of the first token {speedup:.1f} times "
+        f"{ratio:.2f} times the computed tokens of plain LRU; first token at p50 {speedup:.1f} times "
         f"sooner; target: at most {MAX_COMPUTED:g} of the computed tokens: {met}"
     )
 

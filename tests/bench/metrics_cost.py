@@ -1,4 +1,5 @@
-"""What metrics cost the service: a delta, a request's end, a scrape, a load report, and a delta by two libraries."""
+"""The cost of metrics to the service: of a delta, a request's end, a scrape, a load report, and a delta by two
+libraries."""
 
 import asyncio
 import time

@@ -1,6 +1,7 @@
-"""Envoy in front of two services: new requests that the one with a quarter of the other's load gets, by policy.
+"""Envoy in front of two services: the share of new requests that goes to the one with a quarter of the other's load, by
+policy.
 
-The load is requests that do not come through Envoy, such as those of another proxy or of long streams.
+The load comes from requests that do not pass through Envoy, such as those of another proxy or of long streams.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""What `prediction` gains: requests with a predicted output, right or wrong, against the same without, in seconds.
+"""The speedup from `prediction`: requests with a right or wrong predicted output, and the same requests without one.
 
-On the demo model's function in 1.2 GB of weights, so that a step costs what a real model's does. One request runs at a
-time. Each round has a new prompt, and a turn of each way, which begins in turn: without a prediction, with a text that
-is 95 % right (words of the output are replaced, left out and added), with the right text, and with one that is wrong
-all through, which is another prompt's output. All turns of a round have one seed, and must give the same tokens. The
-medians over the rounds count. The CPU time of the service's processes is told beside the times, since others' work on
-the machine changes it less.
+Uses the demo model's function in 1.2 GB of weights, so that a step costs as much as a real model's. One request runs at
+a time. Each round has a new prompt and runs it in every way, in rotating order: without a prediction, with a text that
+is 95 % right (words of the output are replaced, left out and added), with the right text, and with an entirely wrong
+one, which is another prompt's output. All runs of a round use the same seed, and must give the same tokens. Reports
+medians over the rounds. Also reports the CPU time of the service's processes, which depends less on other load on the
+machine.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Turn(NamedTuple):
 
 
 def edited(text: str, rng: random.Random) -> str:
-    """A text in which some words are replaced by others of it, left out, or added."""
+    """Returns the text with some words replaced by others from it, left out, or added."""
     words = text.split(" ")
     parts = []
     for word in words:
@@ -60,11 +60,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6, metavar="N", help="(default: 6)")
     parser.add_argument(
-        "--seconds", type=float, default=900.0, metavar="S", help="no round begins later (default: 900)"
+        "--seconds", type=float, default=900.0, metavar="S", help="start no round after this time (default: 900)"
     )
-    parser.add_argument("--output-tokens", type=int, default=192, metavar="N", help="of a request (default: 192)")
+    parser.add_argument("--output-tokens", type=int, default=192, metavar="N", help="per request (default: 192)")
     parser.add_argument("--ways", nargs="+", choices=WAYS[1:], default=WAYS[1:])
-    parser.add_argument("--wide", type=Path, metavar="FOLDER", help="where the wide model is (default: it is made)")
+    parser.add_argument("--wide", type=Path, metavar="FOLDER", help="folder of the wide model (default: create one)")
     parser.add_argument("--flags", nargs="+", default=[], metavar="NAME=VALUE", help="of the service")
     arguments = parser.parse_args()
     flags = dict(flag.split("=", 1) for flag in arguments.flags)
@@ -84,14 +84,14 @@ def model(wide: Path | None) -> Iterator[str]:
 
 
 async def measure(target: str, arguments: argparse.Namespace) -> list[list[Turn]]:
-    """The turns of each round."""
+    """Runs the rounds."""
     prompts = texts(arguments.rounds + 1)[1].prompts
     num_tokens = arguments.output_tokens
     rng = random.Random(0)
     rounds: list[list[Turn]] = []
     end = time.monotonic() + arguments.seconds
     async with AsyncClient(target) as client:
-        # All outputs are known before. This also caches the prompts.
+        # First generates all outputs, which also caches the prompts.
         known = await asyncio.gather(*(complete(client, prompt, at, num_tokens) for at, prompt in enumerate(prompts)))
         for number, prompt in enumerate(prompts[:-1]):
             if rounds and time.monotonic() > end:
@@ -110,7 +110,7 @@ async def measure(target: str, arguments: argparse.Namespace) -> list[list[Turn]
 async def turn(
     client: AsyncClient, way: str, prompt: str, seed: int, output_tokens: int, prediction: str | None
 ) -> Turn:
-    """One request, to its end."""
+    """Runs one request to its end."""
     began, cpu_before = time.perf_counter(), cpu_s()
     completion = await complete(client, prompt, seed, output_tokens, prediction)
     seconds, taken = time.perf_counter() - began, cpu_s() - cpu_before
@@ -123,14 +123,14 @@ async def turn(
 async def complete(
     client: AsyncClient, prompt: str, seed: int, output_tokens: int, prediction: str | None = None
 ) -> Completion:
-    """Sampled, so that the model does not go in circles."""
+    """Samples, so that the model does not repeat itself."""
     return await client.complete(
         prompt, max_tokens=output_tokens, temperature=1.0, seed=seed, ignore_eos=True, prediction=prediction
     )
 
 
 def cpu_s() -> float:
-    """Taken so far by what this process started."""
+    """Returns the CPU time that this process's children have used so far."""
     times = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
     return sum(each.user + each.system for each in times)
 
@@ -157,12 +157,12 @@ def _summary(ratios: Sequence[float]) -> str:
     low, high = interval(ratios)
     return (
         f"{statistics.median(ratios):.2f} times as fast, 95 % interval {low:.2f} to {high:.2f}, "
-        f"of the rounds {min(ratios):.2f} to {max(ratios):.2f}"
+        f"{min(ratios):.2f} to {max(ratios):.2f} over the rounds"
     )
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Of the median, by drawing as many values again and again."""
+    """Returns the confidence interval of the median, by bootstrap."""
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(2000))
     return medians[50], medians[-51]

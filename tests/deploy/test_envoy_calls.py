@@ -1,5 +1,5 @@
-"""Envoy in front of a service of the contract: deadlines, cancellation, TLS, idle streams, JSON and gRPC-Web by the
-filters in docs/grpc.md, and replicas that are broken."""
+"""Envoy in front of a service of the contract: deadlines, cancellation, TLS, idle streams, JSON and gRPC-Web through
+the filters in docs/grpc.md, and broken replicas."""
 
 import asyncio
 import datetime
@@ -45,7 +45,7 @@ def envoy(find_program: Callable[[str], str]) -> str:
 
 
 def manager_of(config: Config) -> Config:
-    """The connection manager of the only listener."""
+    """Returns the connection manager of the only listener."""
     (listener,) = config["static_resources"]["listeners"]
     (chain,) = listener["filter_chains"]
     (manager,) = chain["filters"]
@@ -54,7 +54,7 @@ def manager_of(config: Config) -> Config:
 
 
 def with_documented_filters(config: Config) -> None:
-    """Adds those of docs/grpc.md before the router."""
+    """Adds the filters of docs/grpc.md before the router."""
     page = (ROOT / "docs/grpc.md").read_text(encoding="utf-8")
     blocks = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
     filters = [each for block in blocks for each in block["http_filters"]]
@@ -68,7 +68,7 @@ def with_documented_filters(config: Config) -> None:
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """Writes a certificate for localhost that is its own authority, and its key."""
+    """Writes a self-signed certificate for localhost, and its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
@@ -101,7 +101,7 @@ async def test_a_deadline_and_a_cancellation_end_requests(envoy: str, tmp_path: 
 
 
 async def test_a_stream_of_many_requests_goes_both_ways(envoy: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """A request is sent when the one before has ended."""
+    """Each request is sent when the one before has ended."""
     async with (
         replicas(tokenizer, 0) as (replica,),
         running_envoy(envoy, tmp_path, replica.target) as proxy,
@@ -120,8 +120,8 @@ async def test_a_stream_of_many_requests_goes_both_ways(envoy: str, tmp_path: Pa
 
 
 async def test_an_idle_stream_outlives_every_timeout(envoy: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """An hour of it, with every time divided by 3,600 or more: pings of both sides, Envoy's limit for silent streams,
-    heartbeats. It gets no GOAWAY, and still serves."""
+    """Simulates an idle hour, with every time divided by at least 3,600: pings from both sides, Envoy's limit for
+    silent streams, heartbeats. The stream gets no GOAWAY, and still works."""
 
     def short(config: Config) -> None:
         manager = manager_of(config)
@@ -220,7 +220,7 @@ async def test_tls_of_the_listener(envoy: str, tmp_path: Path, tokenizer: Tokeni
 
 
 class Broken(FakeService):
-    """Healthy, and refuses every call."""
+    """A service that is healthy, but refuses every call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ async def test_a_broken_replica_is_left_out(envoy: str, tmp_path: Path) -> None:
         AsyncClient(proxy.target) as client,
     ):
         num_well = 0
-        while num_well < 10:  # Envoy collects such changes for a second
+        while num_well < 10:  # Envoy batches such changes for a second
             refused = broken.refused
             assert (await client.model()).name == "fake"
             num_well = num_well + 1 if broken.refused == refused else 0

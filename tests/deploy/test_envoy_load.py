@@ -73,7 +73,7 @@ async def test_the_less_loaded_replica_gets_most_new_requests(
 async def test_envoy_reads_the_header_of_the_http_gateway(
     find_program: Callable[[str], str], tmp_path: Path, wanted: str
 ) -> None:
-    """In each format. The gateway is played: it responds with the header that the real one makes."""
+    """Tests each format. A fake gateway responds with the header that the real one creates."""
 
     async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, utilization: float) -> None:
         while head := await reader.readuntil(b"\r\n\r\n"):
@@ -103,7 +103,7 @@ async def test_envoy_reads_the_header_of_the_http_gateway(
 
 
 def for_http(wanted: str, config: Config) -> None:
-    """Balances HTTP by the header."""
+    """Configures Envoy to balance HTTP by the header."""
     soon(config, oob=False)
     cluster = cluster_of(config)
     del cluster["health_checks"], cluster["typed_extension_protocol_options"]
@@ -115,6 +115,6 @@ def for_http(wanted: str, config: Config) -> None:
 
 
 async def has_weights(proxy: Envoy, busy: str, other: str) -> bool:
-    """Whether Envoy has taken the reports of both."""
+    """Whether Envoy has applied the reports of both."""
     weights = await asyncio.to_thread(proxy.weights)
     return weights[other] > weights[busy] > 0

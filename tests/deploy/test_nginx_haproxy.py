@@ -28,7 +28,7 @@ SHORT = {
     "nginx": {"client_body_timeout 3600s": "client_body_timeout 1s", "grpc_read_timeout 3600s": "grpc_read_timeout 1s"},
     "haproxy": {"timeout client 3600s": "timeout client 1s", "timeout server 3600s": "timeout server 1s"},
 }
-"""An hour as a second."""
+"""Shortens an hour to a second."""
 
 pytestmark = pytest.mark.parametrize("name", CONFIGS)
 
@@ -39,7 +39,7 @@ def tokenizer() -> Tokenizer:
 
 
 def command_of(name: str, config: Path, *options: str) -> list[str]:
-    """The program, from the Debian package of its name, in the foreground."""
+    """Returns the command that runs the program, from the Debian package of its name, in the foreground."""
     program = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")
     if program is None:
         pytest.skip(f"{name} is not installed (Debian: {name})")
@@ -50,7 +50,7 @@ def command_of(name: str, config: Path, *options: str) -> list[str]:
 
 
 def write_config(name: str, folder: Path, changes: Mapping[str, str]) -> Path:
-    """Writes the shipped configuration with other addresses, and files in ``folder``."""
+    """Writes the shipped configuration, with other addresses and with its files in ``folder``."""
     text = CONFIGS[name].read_text(encoding="utf-8")
     for old, new in changes.items():
         assert text.count(old) == 1, old
@@ -67,7 +67,7 @@ class Proxy:
 
     def __init__(self, folder: Path) -> None:
         self.grpc, self.http = folder / "grpc", folder / "http"
-        """The sockets that it listens on."""
+        """Returns the sockets that it listens on."""
         self.target = f"unix:{self.grpc}"
 
 
@@ -148,7 +148,7 @@ async def test_a_call_fails_at_once_without_a_service(name: str, tmp_path: Path)
 
 
 async def test_an_idle_stream_outlives_an_hour(name: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Shortened to a second: heartbeats keep it open, and it still serves."""
+    """With the timeout shortened to a second, heartbeats keep the stream open, and it still works."""
     async with (
         replicas(tokenizer, 0, heartbeat_s=0.2) as (replica,),
         running(name, tmp_path, replica, changes=SHORT[name]) as proxy,
@@ -168,7 +168,7 @@ async def test_an_idle_stream_outlives_an_hour(name: str, tmp_path: Path, tokeni
 
 
 async def test_events_pass_one_by_one(name: str, tmp_path: Path) -> None:
-    """The gateway is played: it sends an event only when the one before has arrived."""
+    """A fake gateway sends each event only after the one before has arrived."""
     arrived = asyncio.Event()
 
     async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

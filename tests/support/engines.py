@@ -89,7 +89,7 @@ class InProcessExecutor:
     def _drafting(self, config: WorkerConfig, backend: Backend) -> SpeculationController | None:
         if not self._is_eager:
             return make_controller(config, backend)
-        if config.speculation is None:  # it drafts from predictions, by a clock that stands still
+        if config.speculation is None:  # it drafts from predictions, with a clock that stands still
             return SpeculationController(NoDrafter(), 0, StepCost(2048), runs_ahead=False, clock=lambda: 0.0)
         return Eager(make_drafter(config, backend), config.speculation.num_speculative_tokens)
 

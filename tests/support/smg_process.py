@@ -16,7 +16,7 @@ _PAUSE_S = 0.05
 
 
 def _free_ports(number: int) -> list[int]:
-    """Ports that nothing listens on. smg does not say which port it got, so it cannot choose one itself."""
+    """Returns ports that nothing listens on. smg does not report its port, so it cannot choose one itself."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
         for each in sockets:
@@ -27,7 +27,7 @@ def _free_ports(number: int) -> list[int]:
 @asynccontextmanager
 async def running_smg(folder: Path, *targets: str) -> AsyncIterator[httpx.AsyncClient]:
     """Runs smg in front of these services, once each of them has sent it its load; yields a client of its HTTP API.
-    Skips the test where smg is not installed."""
+    Skips the test if smg is not installed."""
     if importlib.util.find_spec("smg") is None:
         pytest.skip("smg is not installed (pip install --no-deps -r deploy/smg/requirements.txt)")
     port, metrics_port = _free_ports(2)

@@ -75,8 +75,8 @@ def build_chat_start(body: ChatRequest, headers: Headers, caller: UpstreamCaller
 
 
 def _check_forced(body: ChatRequest) -> None:
-    """Raises GatewayError for a constraint beside a forced call. A ``response_format`` applies only to text, which such
-    an answer does not have, unless it is a structural tag."""
+    """Raises GatewayError for a constraint together with a forced call. A ``response_format`` is allowed unless it is a
+    structural tag: it applies only to text, which such an answer does not have."""
     field = constraint_field(body)
     is_of_text = body.response_format is not None and body.response_format.type != "structural_tag"
     if field is not None and not (field == "response_format" and is_of_text):

@@ -1,4 +1,4 @@
-"""Converts a Messages request to a chat: blocks become messages and calls, and options get chat's names."""
+"""Converts a Messages request to a chat: blocks become messages and calls, and options get the names that chats use."""
 
 import json
 import re
@@ -29,7 +29,7 @@ from penstock.clients.gateway.schemas.messages import (
 )
 
 _BILLING = "x-anthropic-billing-header:"
-"""Begins a block of Claude Code that differs in each request: no prompt would be in the prefix cache."""
+"""The prefix of a block that Claude Code changes in each request, so that no prompt would be in the prefix cache."""
 _MESSAGE = re.compile(r"(?:start\.)?chat\.messages\[(\d+)\](?:\.tool_calls\[(\d+)\])?(?:\.(\w+))?")
 _NAMES: Names = (
     (r"sampling\.max_tokens", "max_tokens"),
@@ -45,12 +45,12 @@ _NAMES: Names = (
 
 @dataclass(slots=True)
 class _MessagePlace:
-    """The position of a chat's message in the request."""
+    """The place of a message of the chat in the request."""
 
     text: str
     """The path of its text."""
     block: str
-    """The path of the block that it consists of, if that has other fields."""
+    """The path of its only block, if that has other fields."""
     calls: list[str] = field(default_factory=list)
     """The path of the block of each call."""
 
@@ -82,7 +82,7 @@ class _Messages:
         self.places: list[_MessagePlace] = []
 
     def add_message(self, role: str, text: str | None, place: _MessagePlace, tool_call_id: str | None = None) -> None:
-        """Adds a message. Texts of the user that follow each other are one: many chat templates refuse several."""
+        """Adds a message. Consecutive texts of the user are merged: many chat templates refuse several."""
         if role == "user" and self.messages and (last := self.messages[-1]).role == "user":
             last.content = f"{last.content}\n{text}"
             return
@@ -109,7 +109,7 @@ class _Messages:
             self.add_message(message.role, "\n".join(texts), place)
 
     def add_assistant(self, message: InputMessage, where: str) -> None:
-        """Adds an answer: its text, reasoning and calls are one message of a chat."""
+        """Adds an answer. Its text, reasoning and calls become one message."""
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[MessageToolCall] = []
@@ -132,7 +132,7 @@ class _Messages:
 
 
 def as_chat(body: CountTokensRequest) -> ChatOfMessages:
-    """Returns the same request for /v1/chat/completions. Raises GatewayError."""
+    """Returns the equivalent request for /v1/chat/completions. Raises GatewayError."""
     conversation = _conversation(body)
     continues = conversation.messages[-1].role == "assistant"
     given: dict[str, Any] = {}
@@ -158,8 +158,8 @@ def as_chat(body: CountTokensRequest) -> ChatOfMessages:
 
 
 def _conversation(body: CountTokensRequest) -> _Messages:
-    """Instructions come first. Many chat templates refuse a second message of them, so those at the beginning are
-    one."""
+    """Puts instructions first. Many chat templates refuse a second message of them, so those at the beginning are
+    merged."""
     found = _Messages()
     instructions: list[str] = []
     blocks = [body.system] if isinstance(body.system, str) else [block.text for block in body.system or ()]
@@ -224,6 +224,5 @@ def _response_format(body: CountTokensRequest) -> ResponseFormat | None:
 
 
 def _template_variables(thinking: Thinking | None) -> Mapping[str, Any] | None:
-    """Returns the variable by which most templates turn reasoning on and off. Without the field, it is the template's
-    default."""
+    """Returns the variable by which most templates turn reasoning on and off. None leaves the template's default."""
     return None if thinking is None else {"enable_thinking": thinking.type != "disabled"}

@@ -69,7 +69,8 @@ class ChoiceLists:
 
     @staticmethod
     def begin_prompt(prompt: ParsedPrompt, text: bytes, names: TokenNames) -> Json:
-        """Returns the lists of a prompt's first token, which has no log-probabilities. ``text``: the token's."""
+        """Returns the lists for a prompt's first token, which has no log-probabilities. ``text`` is the token's
+        text."""
         assert prompt.text is not None
         assert prompt.token_ids is not None
         begin, end = (*prompt.text_offsets[:2], len(prompt.text))[:2]
@@ -78,7 +79,7 @@ class ChoiceLists:
 
     @staticmethod
     def add_prompt(prompt: ParsedPrompt, start: int, logprobs: Logprobs, names: TokenNames) -> Json:
-        """Returns the lists of a prompt's tokens from ``start`` on."""
+        """Returns the lists for a prompt's tokens from ``start`` on."""
         assert prompt.text is not None
         assert prompt.token_ids is not None
         end = start + len(logprobs.chosen)

@@ -1,6 +1,6 @@
-"""Writes an answer in the format of Anthropic's Messages API: content blocks, and typed events for their growth.
+"""Writes an answer in the format of Anthropic's Messages API: content blocks, and typed events as they grow.
 
-One writer serves both forms: a whole answer is combined from the events of a stream. Independent of HTTP and the
+The same writer serves both forms: a whole answer is built from the events of a stream. Independent of HTTP and the
 service.
 """
 
@@ -32,7 +32,7 @@ class MessageEvents:
         """Adds a part of the answer."""
         events: list[Json] = []
         calls = list(part.calls)
-        while calls and not calls[0].id:  # the rest of the open call comes before content that follows it
+        while calls and not calls[0].id:  # finish the open call before the content that follows it
             events += self._add_call(calls.pop(0))
         events += self._add("thinking", "thinking_delta", part.reasoning)
         begin = 0
@@ -48,7 +48,7 @@ class MessageEvents:
         return events
 
     def end(self, usage: Json) -> list[Json]:
-        """Ends the answer. It has at least one block."""
+        """Ends the answer, which has at least one block."""
         events = [] if self._num_blocks or self._open else self._start({"type": "text", "text": ""})
         events += self._close()
         return [*events, {"type": "message_delta", "delta": self._end, "usage": usage}, {"type": "message_stop"}]
@@ -82,7 +82,7 @@ class MessageEvents:
     def _close(self) -> list[Json]:
         if self._open is None:
             return []
-        # Clients expect a signature, which only Anthropic's own service checks.
+        # Clients expect a signature, but only Anthropic's own service checks it.
         signed = [self._delta({"type": "signature_delta", "signature": ""})] if self._open == "thinking" else []
         events = [*signed, {"type": "content_block_stop", "index": self._num_blocks}]
         self._num_blocks += 1
@@ -124,7 +124,7 @@ def _whole_block(block: Json, text: str) -> Json:
 
 
 def _input(arguments: str) -> Any:
-    """Returns the input of a call. Of one that broke off, it has the fields that are complete."""
+    """Returns the input of a call. If the call was cut off, it contains only the complete fields."""
     try:
         given = from_json(arguments or "{}", allow_partial=True)
     except ValueError:

@@ -31,7 +31,7 @@ def shown_stops(deltas: Iterable[Delta], body: GenerationBody) -> set[int]:
 
 
 def with_stop(delta: Delta, body: GenerationBody, known: Mapping[int, TokenDescription]) -> str:
-    """Returns the delta's text, with the stop that ended the output if the request keeps it. ``known`` has the
+    """Returns the delta's text, with the stop that ended the output if the request keeps it. ``known`` contains the
     ``shown_stops``."""
     end = delta.end
     if not body.include_stop_str_in_output or end is None:

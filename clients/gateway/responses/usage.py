@@ -63,8 +63,8 @@ class UsageTracker:
         self, *, without_output: bool = False, shows_reasoning: bool = False, shows_prediction: bool = False
     ) -> list[Json]:
         """Returns the chunk with the usage, if requested. ``without_output``: no output was requested.
-        ``shows_reasoning``: whether the usage has the number of reasoning tokens. ``shows_prediction``: likewise those
-        of the prediction."""
+        ``shows_reasoning``: whether the usage has the number of reasoning tokens. ``shows_prediction``: whether it has
+        those of the prediction."""
         if self._is_streamed and not self._in_last_chunk:
             return []
         usage = _usage(replace(self._finished, output_tokens=0) if without_output else self._finished)

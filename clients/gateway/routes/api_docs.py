@@ -72,7 +72,7 @@ _KEY_OF_REQUEST: dict[str, Any] = {
     "name": IDEMPOTENCY_KEY,
     "in": "header",
     "description": "The caller's key for the request and its repetitions. While a request with it is live, and for 10 "
-    "minutes after it ended well, another one is refused with 409.",
+    "minutes after it succeeded, another one is refused with 409.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 128},
 }
 
@@ -114,8 +114,8 @@ async def _file(content: bytes, media_type: str) -> StreamingResponse:
 
 
 def complete(described: dict[str, Any]) -> None:
-    """Adds to an OpenAPI description where the paths are, which of them accept keys, and a valid body for each. Removes
-    FastAPI's status 422, which the gateway never returns."""
+    """Adds the server's address to an OpenAPI description, the paths that accept keys, and a valid body for each path.
+    Removes FastAPI's status 422, which the gateway never returns."""
     described["servers"] = [{"url": "."}]  # next to the description, below a proxy's prefix too
     described["components"]["securitySchemes"] = {
         "key": {"type": "http", "scheme": "bearer", "description": "A key or token of the service, if it requires one."}

@@ -91,8 +91,8 @@ def _starts(
     num_bytes = 0
     for prompt in prompts:
         starts.append(_start(prompt, body, headers, caller))
-        if len(prompts) > 1 and starts[-1].idempotency_key:  # some may end well although the others fail
-            raise invalid(IDEMPOTENCY_KEY, "only with one prompt; send a request for each")
+        if len(prompts) > 1 and starts[-1].idempotency_key:  # some may succeed while others fail
+            raise invalid(IDEMPOTENCY_KEY, "only with one prompt; send one request per prompt")
         num_bytes += starts[-1].ByteSize()
         if num_bytes > _MAX_STARTS_BYTES:
             message = "the prompts, each with the options, are too large for one request; send fewer of them at once"
@@ -197,7 +197,7 @@ class CompletionWriter:
         return [error.body()]
 
     async def _describe(self, arrivals: Sequence[Arrival]) -> Mapping[int, TokenDescription]:
-        """Describes the tokens that the answer shows without log-probabilities: stop tokens, and the first ones of
+        """Describes the tokens that the answer shows without log-probabilities: stop tokens, and the first tokens of
         prompts."""
         ids = shown_stops((event for _, event in arrivals if isinstance(event, Delta)), self._body)
         if not self._begun and self._echoes_logprobs:

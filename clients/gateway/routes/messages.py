@@ -1,4 +1,5 @@
-"""POST /v1/messages: answers conversations in the format of Anthropic's API, by the same path as chat completions."""
+"""POST /v1/messages: answers conversations in the format of Anthropic's API, through the same code as chat
+completions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +46,7 @@ def make_router() -> APIRouter:
         converted = as_chat(body)
         chat = converted.chat
         if not caller.model.reasoning_parser:
-            chat.thinking_token_budget = None  # clients send it whatever the model is
+            chat.thinking_token_budget = None  # clients send it whatever the model
         check_chat(chat, caller)
         try:
             start = build_chat_start(chat, request.headers, caller)
@@ -88,8 +89,8 @@ class MessageWriter:
         self._usage: Json = {}
 
     def begin_response(self, request_id: str) -> list[Json]:
-        """Returns nothing: the first event has the number of tokens in the prompt, which arrives with the request's
-        acceptance."""
+        """Returns nothing: the first event has the number of prompt tokens, which is only known when the request is
+        accepted."""
         return []
 
     async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:

@@ -79,7 +79,7 @@ class PredictedOutput(Lenient):
     """The output that the caller expects."""
 
     type: Literal["content"]
-    content: str | Items[ChatTextPart] = Field(description="The text, or its parts, which are lines.")
+    content: str | Items[ChatTextPart] = Field(description="The text, or its parts, each of which is a line.")
 
 
 class ChatRequest(GenerationBody):
@@ -100,8 +100,8 @@ class ChatRequest(GenerationBody):
     """Whether an answer may have several tool calls. If false, only the first is kept."""
     response_format: ResponseFormat | None = Field(None, description="The format that the answer must have.")
     prediction: PredictedOutput | None = None
-    """The output that the caller expects, such as a text in which little is to be changed. It may save time, and never
-    changes the answer."""
+    """The output that the caller expects, such as a text with a few changes. It may save time, and never changes the
+    answer."""
     reasoning_effort: str | None = Field(None, description="Passed to the chat template, if it has such a variable.")
     thinking_token_budget: Annotated[int, Field(ge=-1, le=2**32 - 1)] | None = None
     """The maximum number of reasoning tokens of each choice; then the reasoning is closed and the answer begins. 0: no

@@ -174,9 +174,9 @@ class ResponseFormat(Lenient):
         description="With json_object: a JSON schema that the answer must match. An extension from llama.cpp.",
     )
     format: Any = None
-    """The format of a structural_tag, as in vLLM and xgrammar."""
+    """The format of a structural tag, as in vLLM and xgrammar."""
     structures: Any = None
-    """The older form of a structural_tag: objects with the begin, schema and end of a tagged part."""
+    """The older form of a structural tag: objects with the begin, schema and end of a tagged part."""
     triggers: Any = None
     """The strings that begin the tagged parts of structures."""
 
@@ -297,10 +297,10 @@ class CompletionTokensDetails(BaseModel):
 
     reasoning_tokens: int = Field(description="The number of reasoning tokens, counted from their text.")
     accepted_prediction_tokens: int | None = Field(
-        None, description="The number of tokens drafted from the prediction that are in the output. Only with one."
+        None, description="Tokens drafted from the prediction that are in the output. Only with a prediction."
     )
     rejected_prediction_tokens: int | None = Field(
-        None, description="The number of tokens drafted from the prediction that are not. They are not charged."
+        None, description="Tokens drafted from the prediction that are not in the output. They are not charged."
     )
 
 

@@ -35,7 +35,7 @@ class ThinkingBlock(Lenient):
 
 
 class RedactedThinkingBlock(Lenient):
-    """Encrypted reasoning of another service. Ignored."""
+    """Encrypted reasoning from another service. Ignored."""
 
     type: Literal["redacted_thinking"]
 
@@ -58,7 +58,7 @@ class ToolResultBlock(Lenient):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | TextBlocks | None = None
-    is_error: bool | None = Field(None, description="Ignored: chat templates show errors as other results.")
+    is_error: bool | None = Field(None, description="Ignored: chat templates show errors like other results.")
 
 
 ContentBlock = Annotated[
@@ -74,7 +74,7 @@ ContentBlock = Annotated[
         "redacted_thinking",
     ),
 ]
-"""Tags are not field names, so error paths leave them out."""
+"""Tags are not field names, so error paths omit them."""
 
 
 class InputMessage(Lenient):
@@ -162,7 +162,7 @@ class CountTokensRequest(Body):
 
     @classmethod
     def other_fields(cls) -> AbstractSet[str]:
-        """Returns the names outside the schema that are refused or ignored."""
+        """Returns the unknown fields that are refused or ignored."""
         return _UNSUPPORTED.keys() | _IGNORED
 
     @model_validator(mode="before")
@@ -189,7 +189,7 @@ class OutputTokensDetails(BaseModel):
 
 
 class MessagesUsage(BaseModel):
-    """The number of tokens used. Tokens of the prompt that were in the prefix cache are only in the second number."""
+    """The number of tokens used. Prompt tokens that were in the prefix cache are only in the second number."""
 
     input_tokens: int
     cache_read_input_tokens: int

@@ -37,7 +37,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 IGNORED = frozenset(
     {
         "metadata",
-        "prediction",  # a hint that may save time, which only chats use
+        "prediction",  # a hint that may save time; only chats use it
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",

@@ -134,7 +134,7 @@ def _add_request_flags(flags: "argparse._ArgumentGroup") -> None:
     flags.add_argument(
         "--objectives", type=reporting(read_objectives), default={}, metavar="JSON",
         help="priorities of the objectives that x-llm-d-inference-objective names, lower first, such as "
-        '{"interactive": -10, "batch": 10}; they count under the service\'s priority policy (default: none)',
+        '{"interactive": -10, "batch": 10}; they apply under the service\'s priority policy (default: none)',
     )  # fmt: skip
     flags.add_argument(
         "--max-callers", type=_number(1, 10_000), default=64, metavar="N",

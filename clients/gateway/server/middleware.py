@@ -1,5 +1,5 @@
-"""The outermost layer: an id and the load for responses, limits on bodies and connections, and a handler for every
-internal error."""
+"""The outermost layer: adds an id and the load to responses, limits bodies and connections, and handles every internal
+error."""
 
 import logging
 import secrets

@@ -1,5 +1,5 @@
-"""Reads a caller's headers: its key, its tenant, its key of a request, and what gateways before this one say about the
-request. Each may occur only once, since a proxy may have added its own to the caller's."""
+"""Reads a caller's headers: its API key, its tenant, its idempotency key, and what the gateways in front of this one
+say about the request. Each may occur only once, because a proxy may have added its own to the caller's."""
 
 import re
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ _MAX_IDEMPOTENCY_KEY_BYTES = 128
 
 
 def bearer_key(headers: Headers) -> str | None:
-    """Returns the key of the header Authorization, or of X-API-Key, which Anthropic's clients send; None if there is
-    none. Raises GatewayError."""
+    """Returns the key from the header Authorization, or from X-API-Key, which Anthropic's clients send; None if there
+    is none. Raises GatewayError."""
     given = headers.getlist("authorization")
     if len(given) > 1:
         message = f"send the header Authorization once; there are {len(given)}"
@@ -71,8 +71,8 @@ def idempotency_key(headers: Headers) -> str:
 
 
 def fairness_tenant(headers: Headers) -> str:
-    """Returns the tenant that a gateway names for fairness, which counts only if the key may act for others; empty if
-    it names none. Raises GatewayError."""
+    """Returns the tenant that a gateway names for fairness, if the key may act for others; empty if it names none.
+    Raises GatewayError."""
     try:
         return RoutingHeaders.read(headers.items()).tenant
     except RoutingHeaderError as error:
@@ -80,7 +80,7 @@ def fairness_tenant(headers: Headers) -> str:
 
 
 def fill_routing(message: Message, headers: Mapping[str, str], settings: GatewaySettings) -> None:
-    """Sets the priority, targets and ids that headers name, in fields that are not set. Raises GatewayError."""
+    """Sets the priority, targets and ids from headers, in fields that are not set. Raises GatewayError."""
     try:
         RoutingHeaders.read(headers.items()).fill(message, settings.objectives, may_act_for_others=False)
     except RoutingHeaderError as error:

@@ -1,4 +1,4 @@
-"""Load reports of the service in the headers of responses, as balancers for HTTP read them (ORCA)."""
+"""The service's load reports in response headers, for HTTP balancers that read ORCA."""
 
 import base64
 import json
@@ -10,17 +10,18 @@ from penstock.clients.gateway.upstream.recent import Recent
 from penstock.v1.orca import SERVICE, TRAILER, OrcaLoadReport, OrcaLoadReportRequest
 
 FORMAT_HEADER = "endpoint-load-metrics-format"
-"""The header of a request for a report, as in vLLM: TEXT, JSON or BIN."""
+"""The request header that requests a report, as in vLLM: TEXT, JSON or BIN."""
 _HEADER = "endpoint-load-metrics"
 _KEPT_S = 0.2
-"""How long a report is used. Many responses share it."""
+"""How long a report is reused. Many responses share it."""
 _TIMEOUT_S = 0.25
 """How long a response waits for it."""
 _NUMBERS = ("application_utilization", "rps_fractional", "eps")
 
 
 class LoadReports:
-    """Gets the reports from the service's stream of them: grpcio's clients cannot read the trailers of other calls."""
+    """Gets the reports from the service's stream: grpcio's clients cannot read them from the trailers of other
+    calls."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stream: Any = channel.unary_stream(
@@ -29,7 +30,8 @@ class LoadReports:
         self._recent = Recent(self._fetch, _KEPT_S)
 
     async def get(self) -> Any:
-        """Returns an OrcaLoadReport, as recent as ``_KEPT_S``; None if the service has none, or does not respond."""
+        """Returns an OrcaLoadReport that is at most ``_KEPT_S`` old; None if the service has none, or does not
+        respond."""
         return await self._recent.get()
 
     async def _fetch(self) -> Any:
@@ -44,7 +46,7 @@ class LoadReports:
 
 
 def load_header(report: Any, wanted: str) -> tuple[str, str] | None:
-    """Returns the response's header for a report in the format ``wanted``; None for an unknown format, which vLLM
+    """Returns the response header for a report in the format ``wanted``; None for an unknown format, which vLLM
     ignores too."""
     match wanted.strip().upper():
         case "TEXT":

@@ -125,8 +125,8 @@ class UpstreamCaller:
             receiver.fail(copy.copy(failure))
 
     async def load_header(self, wanted: str) -> tuple[str, str] | None:
-        """Returns the header with the service's load in the format ``wanted``; None if there is no such format or
-        report."""
+        """Returns the header with the service's load in the format ``wanted``; None if the format is unknown or there
+        is no report."""
         report = await self._link.load_reports.get()
         return None if report is None else load_header(report, wanted)
 
@@ -196,7 +196,7 @@ class ServiceLink:
         tenant = named_tenant(headers, self.settings)
         identity = await self._identity(key, tenant)
         place = self._place_of(identity)
-        # Under the gateway's own key, any caller could name any tenant: then only the operator's header counts.
+        # With the gateway's own key, any caller could name any tenant, so only the operator's header applies.
         may_act = identity.response.may_act_for_others and self.settings.service.api_key is None
         if may_act and not tenant and (tenant := fairness_tenant(headers)):
             identity = await self._identity(key, tenant)

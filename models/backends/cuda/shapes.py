@@ -89,8 +89,8 @@ def _kind_of(spec: ModelSpec, layer: int, shape: ModelShape) -> ModelShape:
 
 
 def max_drafts(config: WorkerConfig) -> int:
-    """Returns the most drafts of a row in a step: those that a drafter proposes, a caller predicts or a grammar
-    forces."""
+    """Returns the maximum number of drafts of a row in a step, whether a drafter proposes them, a caller predicts them
+    or a grammar forces them."""
     proposed = 0 if config.speculation is None else config.speculation.num_speculative_tokens
     predicted = MAX_PREDICTED_DRAFTS if config.drafts_predictions else 0
     forced = 0 if config.tokenizer is None else MAX_FORCED_DRAFTS

@@ -1,5 +1,5 @@
-"""Converts a GGUF file's metadata to the config that the model's config.json would have. Knows no tensors except
-whether they are there."""
+"""Converts a GGUF file's metadata to the config that the model's config.json would have. Of tensors, it knows only
+whether they exist."""
 
 import re
 from collections.abc import Mapping

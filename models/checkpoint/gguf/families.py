@@ -1,5 +1,5 @@
-"""The families whose GGUF files can be loaded: what each has besides the fields that most families share. A new family
-is a function and an entry in ``FAMILIES``."""
+"""The families whose GGUF files can be loaded, with the fields that each adds to those that most families share. A new
+family is a function and an entry in ``FAMILIES``."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from penstock.models.architecture.rope_config import FULL, SLIDING
 from penstock.models.checkpoint.gguf.metadata import DEFAULT_THETA, Config, Family, Metadata, head_dim
 
 GEMMA4_ROTATED = 0.25
-"""The part of the pairs that Gemma 4 rotates in layers without a window. ``gguf_tensors`` checks it."""
+"""The fraction of pairs that Gemma 4 rotates in layers without a window. ``gguf_tensors`` checks it."""
 FACTORS_SHORT, FACTORS_LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 _EXPERTS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 
@@ -228,7 +228,7 @@ def _mistral3(metadata: Metadata, config: Config) -> Config:
 
 
 def _grouped_experts(architecture: str) -> Family:
-    """A family with GLM-4.5's experts. Its last layers may be for drafts, which are not loaded."""
+    """A family with GLM-4.5's experts. Its last layers may be draft layers, which are not loaded."""
 
     def family(metadata: Metadata, config: Config) -> Config:
         names = {
@@ -374,4 +374,4 @@ FAMILIES: dict[str, Family] = {
 """The families whose GGUF files can be loaded, by llama.cpp's names."""
 
 PERMUTED = ("arcee", "granite", "granitemoe", "internlm2", "llama", "mistral3", "olmo", "smollm3")
-"""Families of which the format has the rows of queries and keys in another order than config.json's architecture."""
+"""Families whose GGUF files order the rows of queries and keys differently from config.json's architecture."""

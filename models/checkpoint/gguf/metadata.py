@@ -13,7 +13,7 @@ Config = dict[str, Any]
 
 
 class Metadata:
-    """The metadata and the tensor names of a file, as families read them. Notes which key a field comes from."""
+    """The metadata and the tensor names of a file, as families read them. Records which key each field comes from."""
 
     def __init__(self, header: GgufHeader) -> None:
         """Raises ModelError if the file names no architecture."""
@@ -26,11 +26,11 @@ class Metadata:
         """Returns the value of a key of the architecture; None if it is absent."""
         value = self._header.metadata.get(f"{self.architecture}.{name}")
         if isinstance(value, list) and value and all(item == value[0] for item in value[1:]):
-            return value[0]  # one for each layer
+            return value[0]  # one value per layer
         return value
 
     def fields(self, names: Mapping[str, str]) -> Config:
-        """Returns the fields whose keys are there."""
+        """Returns the fields whose keys are present."""
         self.keys |= {field: f"{self.architecture}.{key}" for field, key in names.items()}
         return {field: value for field, key in names.items() if (value := self.get(key)) is not None}
 
@@ -46,7 +46,7 @@ class Metadata:
 
     @property
     def num_draft_layers(self) -> int:
-        """The number of layers at the end that are only for drafts."""
+        """The number of layers at the end that are only for drafting."""
         count = self.get("nextn_predict_layers")
         return count if isinstance(count, int) and 0 <= count < self.num_layers else 0
 
@@ -56,7 +56,7 @@ class Metadata:
 
 
 Family = Callable[[Metadata, Config], Config]
-"""Returns what a family has besides the shared fields, which are the second argument."""
+"""Returns the fields that a family adds to the shared ones, which are the second argument."""
 
 
 def head_dim(config: Config) -> int:
@@ -68,7 +68,7 @@ def head_dim(config: Config) -> int:
 
 
 def rotated_part(rotary_dim: object, size: int) -> Config:
-    """The part of each head that is rotated, if it is not the whole."""
+    """The fraction of each head that is rotated, if it is less than 1."""
     if not isinstance(rotary_dim, int) or not size or rotary_dim == size:
         return {}
     part = rotary_dim / size

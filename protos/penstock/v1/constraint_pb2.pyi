@@ -32,7 +32,8 @@ class _ConstraintStartEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Const
     prompt opens with <think> or [THINK] and does not close, or, if the chat template contains one of these, that the
     model opens as the first thing in its output. Reasoning may contain any token except the model's end of sequence. A
     quarter of `max_tokens`, but no more than 1,024, is reserved for the answer: reasoning that uses up the rest is
-    closed, if the model has a token for that. `sampling.thinking_token_budget` closes it earlier. Without reasoning, the constraint applies from the first token.
+    closed, if the model has a token for that. `sampling.thinking_token_budget` closes it earlier. Without reasoning,
+    the constraint applies from the first token on.
     """
     CONSTRAINT_START_FIRST_TOKEN: _ConstraintStart.ValueType  # 2
     """At the first token: the output has no reasoning, even if the prompt has opened it."""
@@ -47,7 +48,8 @@ CONSTRAINT_START_AFTER_REASONING: ConstraintStart.ValueType  # 1
 prompt opens with <think> or [THINK] and does not close, or, if the chat template contains one of these, that the
 model opens as the first thing in its output. Reasoning may contain any token except the model's end of sequence. A
 quarter of `max_tokens`, but no more than 1,024, is reserved for the answer: reasoning that uses up the rest is
-closed, if the model has a token for that. `sampling.thinking_token_budget` closes it earlier. Without reasoning, the constraint applies from the first token.
+closed, if the model has a token for that. `sampling.thinking_token_budget` closes it earlier. Without reasoning,
+the constraint applies from the first token on.
 """
 CONSTRAINT_START_FIRST_TOKEN: ConstraintStart.ValueType  # 2
 """At the first token: the output has no reasoning, even if the prompt has opened it."""
@@ -83,10 +85,10 @@ class Constraint(_message.Message):
     gbnf: _builtins.str
     """A context-free grammar in GBNF, the format of llama.cpp. The output matches its rule `root`. 1 byte to 256 KiB."""
     structural_tag_json: _builtins.str
-    """A structural tag as JSON text, as vLLM, SGLang and xgrammar have it: text with tagged parts, each of which matches
+    """A structural tag as JSON text, as in vLLM, SGLang and xgrammar: text with tagged parts, each of which matches
     a format of its own, such as a JSON schema. Both forms are accepted, with `structures` and `triggers`, or with
-    `format`. Special tokens spelled in its tags are these tokens. A format that cannot be enforced is
-    INVALID_ARGUMENT. 1 byte to 256 KiB, at most 64 levels of formats, without those of schemas.
+    `format`. Special tokens that are spelled in its tags become these tokens. A format that cannot be enforced is
+    INVALID_ARGUMENT. 1 byte to 256 KiB, at most 64 levels of formats, not counting those inside schemas.
     """
     start: Global___ConstraintStart.ValueType
     """Where the constraint begins to apply. Default: CONSTRAINT_START_AFTER_REASONING."""

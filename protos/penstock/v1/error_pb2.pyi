@@ -88,7 +88,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     constraint.
     """
     ERROR_REASON_DUPLICATE_REQUEST: _ErrorReason.ValueType  # 11
-    """Another request of the tenant with this `idempotency_key` is live, or ended well a short time ago. The metadata of
+    """Another request of the tenant with this `idempotency_key` is live, or succeeded a short time ago. The metadata of
     the ErrorInfo has its `request_id`.
     """
     ERROR_REASON_OPEN_PROMPTS_FULL: _ErrorReason.ValueType  # 12
@@ -196,7 +196,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 52
     """An internal error. Report it to the service's operator with the request id."""
     ERROR_REASON_SUPERSEDED: _ErrorReason.ValueType  # 53
-    """Another request of the client replaced this one, by `start.supersedes`."""
+    """Another request of the same client replaced this one through `start.supersedes`."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The reasons for which requests fail. A google.rpc.Status of this service has a google.rpc.ErrorInfo among its
@@ -236,7 +236,7 @@ ERROR_REASON_NOT_INJECTABLE: ErrorReason.ValueType  # 10
 constraint.
 """
 ERROR_REASON_DUPLICATE_REQUEST: ErrorReason.ValueType  # 11
-"""Another request of the tenant with this `idempotency_key` is live, or ended well a short time ago. The metadata of
+"""Another request of the tenant with this `idempotency_key` is live, or succeeded a short time ago. The metadata of
 the ErrorInfo has its `request_id`.
 """
 ERROR_REASON_OPEN_PROMPTS_FULL: ErrorReason.ValueType  # 12
@@ -344,7 +344,7 @@ with the request id.
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 52
 """An internal error. Report it to the service's operator with the request id."""
 ERROR_REASON_SUPERSEDED: ErrorReason.ValueType  # 53
-"""Another request of the client replaced this one, by `start.supersedes`."""
+"""Another request of the same client replaced this one through `start.supersedes`."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 ERROR_CODE_FIELD_NUMBER: _builtins.int

@@ -36,7 +36,8 @@ class _RetainModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RetainMode
     RETAIN_MODE_AUTO: _RetainMode.ValueType  # 1
     """By how soon the tenant's requests continue others: twice the time within which 95 % of the last 64 did, at least 2 s
     and at most `--conversation-ttl`; 20 s while fewer than 8 have. For agents, which mostly return within seconds. A
-    request with the `session_id` of an ended one continues that too. Once a session has 8 such times, its own count.
+    request with the `session_id` of an ended request also counts as its continuation. Once a session has 8 such times,
+    its own are used.
     """
 
 class RetainMode(_RetainMode, metaclass=_RetainModeEnumTypeWrapper):
@@ -47,7 +48,8 @@ RETAIN_MODE_UNSPECIFIED: RetainMode.ValueType  # 0
 RETAIN_MODE_AUTO: RetainMode.ValueType  # 1
 """By how soon the tenant's requests continue others: twice the time within which 95 % of the last 64 did, at least 2 s
 and at most `--conversation-ttl`; 20 s while fewer than 8 have. For agents, which mostly return within seconds. A
-request with the `session_id` of an ended one continues that too. Once a session has 8 such times, its own count.
+request with the `session_id` of an ended request also counts as its continuation. Once a session has 8 such times,
+its own are used.
 """
 Global___RetainMode: _TypeAlias = RetainMode  # noqa: Y015
 
@@ -359,10 +361,10 @@ class GenerationStart(_message.Message):
     """The caller's own id, at most 128 bytes of printable ASCII. Echoed in `accepted` and in logs, never used as a key."""
     idempotency_key: _builtins.str
     """The caller's key for this request and its repetitions, at most 128 bytes of printable ASCII. A request with the key
-    of another request of the same tenant that is live, or that ended well within the last 10 minutes, fails with
-    ALREADY_EXISTS; the metadata of the ErrorInfo has the other's `request_id`. So a gateway that repeats a call pays
-    only once. The service keeps 131,072 keys of ended requests; above that, the tenant with the most keys loses its
-    oldest. Default: none.
+    of another request of the same tenant that is live, or that succeeded within the last 10 minutes, fails with
+    ALREADY_EXISTS; the metadata of the ErrorInfo has the other's `request_id`. So a gateway that repeats a call is
+    charged only once. The service keeps 131,072 keys of ended requests; above that, the tenant with the most keys
+    loses its oldest ones. Default: none.
     """
     retain_ms: _builtins.int
     """How long the KV cache of this request's context is kept after its end in preference to ordinary cache, for requests
@@ -386,20 +388,20 @@ class GenerationStart(_message.Message):
     truncation_side: _prompt_pb2.TruncationSide.ValueType
     """The end of the prompt that `truncate_prompt_tokens` cuts. Default: TRUNCATION_SIDE_LEFT (keeps the last tokens)."""
     supersedes: _builtins.int
-    """The ref of a live request of the same stream that this one replaces, such as the one for a prompt that has changed
-    since. When this request is accepted, the other ends with CANCELLED (`SUPERSEDED`) and with `superseded_by`. If this
-    one is refused, the other goes on. If the other has not begun and its priority is not lower, this request takes its
-    place in the queue. The computed part of its prompt stays in the prefix cache. A request that the other was to
-    replace, but did not because it was never accepted, is replaced too. INVALID_ARGUMENT for the request's own ref and
-    for a request of another tenant. A ref that is not live is ignored: the request may just have ended. Only for
+    """The ref of a live request of the same stream that this one replaces, for example because its prompt has changed.
+    When this request is accepted, the other ends with CANCELLED (`SUPERSEDED`) and with `superseded_by`. If this one
+    is refused, the other continues. If the other has not begun and its priority is not lower, this request takes its
+    place in the queue. The computed part of its prompt stays in the prefix cache. If the other was never accepted,
+    this request also replaces the request that the other was to replace. INVALID_ARGUMENT for the request's own ref
+    and for a request of another tenant. A ref that is not live is ignored: the request may just have ended. Only for
     Generate. Default: 0, none.
     """
     ttft_slo_ms: _builtins.int
     """The target for the time from arrival, or from the commit of an open prompt, to the first token, in milliseconds: 1
     to 86,400,000. Among requests with the same priority, and under `fair` among those of a tenant, the one with the
-    earliest target runs first; one without a target waits as if it had 60 s. A request whose first token is predicted
-    to come later than its target is refused with OVERLOADED. A target that is missed later ends nothing; see
-    `timeout_ms` for that. Default: the metadata `x-slo-ttft-ms`, or none.
+    earliest target runs first; one without a target is ordered as if it had 60 s. A request whose first token is
+    predicted to come later than its target is refused with OVERLOADED. A target that is missed later does not end the
+    request; see `timeout_ms` for that. Default: the metadata `x-slo-ttft-ms`, or none.
     """
     tpot_slo_ms: _builtins.int
     """The target for the time between two tokens of the output, in milliseconds: 1 to 60,000. Steps with a row of this
@@ -408,9 +410,9 @@ class GenerationStart(_message.Message):
     """
     session_id: _builtins.str
     """The caller's id of the conversation that the request belongs to, 1 to 128 bytes of printable ASCII. Without
-    `retain_ms` and without `continue_from`, the KV of its context is retained for as long as RETAIN_MODE_AUTO chooses,
-    by how soon the requests of this conversation have followed each other. Appears in logs and spans. Default: the
-    metadata `x-session-id`, or none.
+    `retain_ms` and without `continue_from`, the KV of its context is retained for as long as RETAIN_MODE_AUTO chooses
+    from the times between the requests of this conversation so far. Appears in logs and spans. Default: the metadata
+    `x-session-id`, or none.
     """
     @_builtins.property
     def token_ids(self) -> _prompt_pb2.TokenIds:
@@ -434,7 +436,7 @@ class GenerationStart(_message.Message):
 
     @_builtins.property
     def prediction(self) -> Global___Prediction:
-        """The output that the caller expects, such as a document in which little is to be changed. Default: none."""
+        """The output that the caller expects, such as a document with a few changes. Default: none."""
 
     def __init__(
         self,
@@ -507,11 +509,11 @@ Global___GenerationStart: _TypeAlias = GenerationStart  # noqa: Y015
 
 @_typing.final
 class Prediction(_message.Message):
-    """The output that a caller expects. Tokens that follow in it are drafted, where that is measured to be faster: up to 32
-    in one step, or `max_draft_tokens`. The output is the one without a prediction, token for token, also where they
-    differ: after a difference, the place in the prediction is found again. The prediction is for each of the n choices.
-    It may be set together with a `constraint`: drafts then end where they do not match it. Its tokens are not prompt
-    tokens, but count towards `max_queued_tokens` while the request waits. `finished.speculation` has the numbers of
+    """The output that a caller expects. Where the output follows it, its next tokens are drafted if measurements show that
+    this is faster: up to 32 in one step, or `max_draft_tokens`. The output is the same as without a prediction, token
+    for token. After a difference, the place in the prediction is found again. The prediction is for each of the n
+    choices. It can be combined with a `constraint`: drafts then end where they do not match it. Its tokens are not
+    prompt tokens, but count towards `max_queued_tokens` while the request waits. `finished.speculation` counts the
     drafts. Ignored by Prefetch, and by a service with `--no-enable-predictions` or `--tensor-parallel-size` above 1.
     """
 
@@ -626,14 +628,14 @@ class GenerationAppend(_message.Message):
     Pieces of text are joined as they are, before the whole text is tokenized; messages of a `chat` follow the earlier
     ones, and its other fields are those of the `start`.
 
-    After the prompt is committed, the content is injected: at the next step its tokens follow the tokens that were
-    chosen so far, and the output goes on after them. An `injected` reports the place. Injected tokens count as prompt
-    tokens in `usage`, and as output for penalties; `sampling.max_tokens` does not count them. A `text` is tokenized by
-    itself. A `chat` holds only new messages, as with `continue_from`, and is rendered with the tools and the template
-    variables of the request's chat unless it has its own. FAILED_PRECONDITION for a request with several choices or with
-    a `constraint`. INVALID_ARGUMENT if the request would not fit in the model's context or the KV cache. A request that
-    has ended, or that ends before the next step, is NOT_FOUND. Injections count as calls of TokenizerService against the
-    tenant's `requests_per_second`.
+    After the prompt is committed, the content is injected: at the next step its tokens follow the tokens chosen so far,
+    and the output continues after them. An `injected` reports the position. Injected tokens count as prompt tokens in
+    `usage`, and as output for penalties; `sampling.max_tokens` does not count them. A `text` is tokenized by itself. A
+    `chat` holds only new messages, as with `continue_from`, and is rendered with the tools and the template variables of
+    the request's chat unless it has its own. FAILED_PRECONDITION for a request with several choices or with a
+    `constraint`. INVALID_ARGUMENT if the request would no longer fit in the model's context or the KV cache. A request
+    that has ended, or that ends before the next step, is NOT_FOUND. Injections count as calls of TokenizerService
+    against the tenant's `requests_per_second`.
 
     An append that is refused changes nothing and gets a `frames_refused`. While the prompt of a request is being
     tokenized, at most 16 of its appends can wait.
@@ -657,8 +659,8 @@ class GenerationAppend(_message.Message):
     Default: none.
     """
     append_id: _builtins.int
-    """The client's number for this append, which the `injected` or the `frames_refused` of its content names. Any number;
-    the service does not compare it with others. Default: 0, which means none.
+    """The client's number for this append, by which `injected` or `frames_refused` refers to it. Any number; the service
+    does not check that it is unique. Default: 0, which means none.
     """
     @_builtins.property
     def token_ids(self) -> _prompt_pb2.TokenIds:

@@ -89,7 +89,7 @@ class GenerationServiceServicer(object):
         x (prompt_logprobs + 1) x p if that is set, is at most 512,000. t is the size of an output token in units of 8
         bytes, rounded up: the longest text of a token if text is sent, plus 3 bytes if ids are. If logprobs is set, t
         includes (logprobs + 1) x p. p is 1; `include_token_texts` adds the units of 3 bytes and the longest text of a
-        token, rounded up. More is INVALID_ARGUMENT. Without `sampling.max_tokens`, the output gets what room there is.
+        token, rounded up. More is INVALID_ARGUMENT. Without `sampling.max_tokens`, the output gets the remaining room.
         GenerateOne allows more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -48,7 +48,7 @@ class GenerationServiceStub:
     x (prompt_logprobs + 1) x p if that is set, is at most 512,000. t is the size of an output token in units of 8
     bytes, rounded up: the longest text of a token if text is sent, plus 3 bytes if ids are. If logprobs is set, t
     includes (logprobs + 1) x p. p is 1; `include_token_texts` adds the units of 3 bytes and the longest text of a
-    token, rounded up. More is INVALID_ARGUMENT. Without `sampling.max_tokens`, the output gets what room there is.
+    token, rounded up. More is INVALID_ARGUMENT. Without `sampling.max_tokens`, the output gets the remaining room.
     GenerateOne allows more.
     """
     Generate: _grpc.StreamStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
@@ -87,7 +87,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     x (prompt_logprobs + 1) x p if that is set, is at most 512,000. t is the size of an output token in units of 8
     bytes, rounded up: the longest text of a token if text is sent, plus 3 bytes if ids are. If logprobs is set, t
     includes (logprobs + 1) x p. p is 1; `include_token_texts` adds the units of 3 bytes and the longest text of a
-    token, rounded up. More is INVALID_ARGUMENT. Without `sampling.max_tokens`, the output gets what room there is.
+    token, rounded up. More is INVALID_ARGUMENT. Without `sampling.max_tokens`, the output gets the remaining room.
     GenerateOne allows more.
     """
     Generate: _aio.StreamStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -135,7 +135,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         x (prompt_logprobs + 1) x p if that is set, is at most 512,000. t is the size of an output token in units of 8
         bytes, rounded up: the longest text of a token if text is sent, plus 3 bytes if ids are. If logprobs is set, t
         includes (logprobs + 1) x p. p is 1; `include_token_texts` adds the units of 3 bytes and the longest text of a
-        token, rounded up. More is INVALID_ARGUMENT. Without `sampling.max_tokens`, the output gets what room there is.
+        token, rounded up. More is INVALID_ARGUMENT. Without `sampling.max_tokens`, the output gets the remaining room.
         GenerateOne allows more.
         """
 

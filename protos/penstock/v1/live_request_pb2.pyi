@@ -158,7 +158,7 @@ class _RequestEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestEnd
     REQUEST_END_INTERNAL: _RequestEnd.ValueType  # 11
     """An internal error."""
     REQUEST_END_SUPERSEDED: _RequestEnd.ValueType  # 12
-    """Another request of its caller replaced it."""
+    """Another request of the same caller replaced it."""
 
 class RequestEnd(_RequestEnd, metaclass=_RequestEndEnumTypeWrapper):
     """How a request ended."""
@@ -190,7 +190,7 @@ REQUEST_END_SLOW_CONSTRAINT: RequestEnd.ValueType  # 10
 REQUEST_END_INTERNAL: RequestEnd.ValueType  # 11
 """An internal error."""
 REQUEST_END_SUPERSEDED: RequestEnd.ValueType  # 12
-"""Another request of its caller replaced it."""
+"""Another request of the same caller replaced it."""
 Global___RequestEnd: _TypeAlias = RequestEnd  # noqa: Y015
 
 class _TimelineKind:
@@ -222,7 +222,7 @@ class _TimelineKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Timeline
     TIMELINE_KIND_ENDED: _TimelineKind.ValueType  # 10
     """The request ended; see `end`."""
     TIMELINE_KIND_INJECTED: _TimelineKind.ValueType  # 11
-    """`num_tokens` were put into the output by `append`."""
+    """`append` injected `num_tokens` into the output."""
 
 class TimelineKind(_TimelineKind, metaclass=_TimelineKindEnumTypeWrapper):
     """The kind of a timeline entry."""
@@ -250,7 +250,7 @@ TIMELINE_KIND_UPDATED: TimelineKind.ValueType  # 9
 TIMELINE_KIND_ENDED: TimelineKind.ValueType  # 10
 """The request ended; see `end`."""
 TIMELINE_KIND_INJECTED: TimelineKind.ValueType  # 11
-"""`num_tokens` were put into the output by `append`."""
+"""`append` injected `num_tokens` into the output."""
 Global___TimelineKind: _TypeAlias = TimelineKind  # noqa: Y015
 
 class _RequestState:
@@ -410,7 +410,7 @@ class TimelineEntry(_message.Message):
     last_step: _builtins.int
     """The number of its last step. Absent if it belongs to no step."""
     num_tokens: _builtins.int
-    """The number of tokens: of the chunks, of the output, of the cached prefix, or of what was injected."""
+    """The number of tokens: of the chunks, of the output, of the cached prefix, or of the injected content."""
     queue_position: _builtins.int
     """The number of requests ahead of it in the queue, for TIMELINE_KIND_ACCEPTED."""
     hold_cause: Global___HoldCause.ValueType

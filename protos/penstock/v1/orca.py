@@ -1,8 +1,8 @@
-"""The messages of load reports (ORCA), by the descriptors in ``orca.binpb``, which `make protos` writes.
+"""The messages of load reports (ORCA), built from the descriptors in ``orca.binpb``, which `make protos` writes.
 
-They have a pool of their own. The package xds-protos adds files of the same names to protobuf's default pool, and a
-process may import both. Penstock does not depend on that package: it overwrites files of googleapis-common-protos and
-of opentelemetry-proto.
+They have a descriptor pool of their own: the package xds-protos adds files of the same names to protobuf's default
+pool, and a process may import both. Penstock does not depend on that package because it overwrites files of
+googleapis-common-protos and of opentelemetry-proto.
 """
 
 from pathlib import Path

@@ -63,7 +63,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
     """As FINISH_REASON_STOP, after parsed tool calls, all of which are complete."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 4
-    """The client cancelled the request, or replaced it by another, or its stream ended."""
+    """The client cancelled the request, or replaced it with another, or its stream ended."""
     FINISH_REASON_DEADLINE: _FinishReason.ValueType  # 5
     """The deadline passed."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 6
@@ -81,7 +81,7 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
 """As FINISH_REASON_STOP, after parsed tool calls, all of which are complete."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 4
-"""The client cancelled the request, or replaced it by another, or its stream ended."""
+"""The client cancelled the request, or replaced it with another, or its stream ended."""
 FINISH_REASON_DEADLINE: FinishReason.ValueType  # 5
 """The deadline passed."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 6
@@ -125,8 +125,8 @@ class OutputOptions(_message.Message):
     """
     include_token_texts: _builtins.bool
     """Whether log-probabilities include the text of each token: that of TokenDescription.text. Texts count towards the
-    limit of Complete. (`logprobs` + 1) x (bytes of the model's longest token + 11) is at most 16,384, and so for
-    `prompt_logprobs`. Default: false.
+    limit of Complete. (`logprobs` + 1) x (bytes of the model's longest token + 11) is at most 16,384; the same applies
+    to `prompt_logprobs`. Default: false.
     """
     def __init__(
         self,
@@ -174,8 +174,8 @@ class Delta(_message.Message):
     """The number of the choice: 0 to n-1."""
     text: _builtins.str
     """Whole characters, if text was requested. A possible beginning of a stop string, or of a marker of a parsed output,
-    is held back until it is known what it is, or until the choice ends. Without the output's reasoning and calls if
-    these are parsed.
+    is held back until it is complete or ruled out, or until the choice ends. Excludes the output's reasoning and calls
+    if these are parsed.
     """
     reasoning: _builtins.str
     """The model's reasoning. Only if `output.parse_reasoning` is set."""
@@ -192,8 +192,8 @@ class Delta(_message.Message):
 
     @_builtins.property
     def end(self) -> Global___ChoiceEnd:
-        """How the choice ended. Only in its last delta. Each choice with output has one, with all that was held back, also if
-        the request is cancelled, reaches its deadline or fails, except with ERROR_REASON_INTERNAL.
+        """How the choice ended. Only in its last delta. Each choice with output has one, with everything that was held back,
+        even if the request is cancelled, reaches its deadline or fails, except with ERROR_REASON_INTERNAL.
         """
 
     @_builtins.property
@@ -518,7 +518,7 @@ class Finished(_message.Message):
     request_id: _builtins.str
     """The server's id of the request."""
     superseded_by: _builtins.int
-    """The ref of the request that replaced this one; see GenerationStart.supersedes. 0: none did."""
+    """The ref of the request that replaced this one; see GenerationStart.supersedes. 0: none."""
     @_builtins.property
     def status(self) -> _status_pb2.Status:
         """OK, or why it failed. Details are google.rpc.ErrorInfo, RequestInfo, BadRequest and RetryInfo. At most 1 KiB."""
@@ -620,7 +620,7 @@ class Usage(_message.Message):
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
-    """The number of tokens of the prompt, of the context that it continues, and of what was injected into the output."""
+    """The number of tokens of the prompt, of the context that it continues, and of the content injected into the output."""
     cached_tokens: _builtins.int
     """The number of prompt tokens that came from the prefix cache."""
     output_tokens: _builtins.int

@@ -112,11 +112,12 @@ class SamplingParams(_message.Message):
     Default: 1. With more than one, n x (prompt tokens + max_tokens) is at most 1,048,576.
     """
     thinking_token_budget: _builtins.int
-    """The maximum number of reasoning tokens at the beginning of each choice: 0 to 2^32 - 1. When the reasoning has as
-    many, the model's marker for its end follows, which counts in `max_tokens`, and then the answer. With 0, the marker
-    comes as soon as the reasoning is open. What counts are the output's tokens between the markers; tokens injected
-    there count too. In harmony, all messages in the channel `analysis` count together. INVALID_ARGUMENT if the model's
-    reasoning format is unknown. Ignored where an output has no reasoning. Default: none.
+    """The maximum number of reasoning tokens at the beginning of each choice: 0 to 2^32 - 1. When the limit is reached,
+    the model's end-of-reasoning marker is forced, which counts towards `max_tokens`, and the answer follows. With 0,
+    the marker comes as soon as the reasoning opens. The limit counts the output's tokens between the markers,
+    including tokens injected there. In harmony, all messages in the channel `analysis` count together.
+    INVALID_ARGUMENT if the model's reasoning format is unknown. Ignored if an output has no reasoning. Default:
+    none.
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -81,7 +81,7 @@ class WatchStatsResponse(_message.Message):
     state: _state_pb2.ServiceState.ValueType
     """The state of the service."""
     live_requests: _builtins.int
-    """The number of requests that have not finished. Prompts that are computed ahead count in no number of requests."""
+    """The number of requests that have not finished. No number of requests includes prompts that are computed ahead."""
     running_rows: _builtins.int
     """The number of running rows, including those of prompts that are computed ahead. A request of n choices has up to n."""
     waiting_choices: _builtins.int

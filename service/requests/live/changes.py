@@ -1,4 +1,4 @@
-"""Changes of a live request that an update requests."""
+"""Changes to a live request that an update requests."""
 
 import time
 from dataclasses import replace

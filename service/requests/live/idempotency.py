@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from penstock.service.errors import Reason, ServiceError
 
 KEPT_S = 600.0
-"""The time for which the key of a request that ended well is kept."""
+"""How long the key of a request that succeeded is kept."""
 MAX_KEYS = 1 << 17
-"""The maximum number of keys of ended requests. Above it, the tenant with the most keys loses its oldest."""
+"""The maximum number of keys of ended requests. Above that, the tenant with the most keys loses its oldest one."""
 MAX_FORGOTTEN = 64
 """The maximum number of keys that are forgotten when a request begins, which is on the event loop."""
 
@@ -50,11 +50,11 @@ class _LargestTenants:
             self._numbers[tenant] = number
             self._by_number.setdefault(number, {})[tenant] = None
         if number > self._most or self._most not in self._by_number:
-            self._most = number  # the only tenant with the most has one less now, and still the most
+            self._most = number  # the only tenant with the most keys has one less, and still has the most
 
 
 class IdempotencyKeys:
-    """The keys of live requests, and of those that ended well a short time ago."""
+    """The keys of live requests, and of those that succeeded a short time ago."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, max_keys: int = MAX_KEYS) -> None:
         self._clock = clock
@@ -63,7 +63,8 @@ class IdempotencyKeys:
         self._ended: OrderedDict[tuple[str, str], _KeyUse] = OrderedDict()
         """The keys of ended requests, the oldest first."""
         self._of_tenant: dict[str, OrderedDict[str, None]] = {}
-        """The same keys by tenant, the oldest first. Not plain dicts: these would walk over deleted beginnings."""
+        """The same keys by tenant, the oldest first. Not plain dicts, which would iterate over deleted entries at the
+        beginning."""
         self._largest = _LargestTenants()
 
     def begin(self, tenant: str, key: str, request_id: str) -> None:

@@ -38,7 +38,7 @@ class Injections:
         self._waiting: dict[asyncio.Task[None], Refuse] = {}
         """The appends that the engine does not have yet, the oldest first."""
         self._with_engine: list[tuple[int, Refuse]] = []
-        """The number of each append that the engine has accepted, and not injected yet."""
+        """The numbers of the appends that the engine has accepted but not injected yet."""
         self._is_closed = False
 
     def allow(self, start: pb.GenerationStart) -> None:
@@ -76,7 +76,7 @@ class Injections:
         self._last.add_done_callback(lambda task: self._waiting.pop(task, None))
 
     def take_injected(self) -> list[int]:
-        """Returns the numbers of the appends that the engine had accepted, because it has injected all of them."""
+        """Returns the numbers of all accepted appends, which the engine has now injected."""
         append_ids = [append_id for append_id, _ in self._with_engine]
         self._with_engine.clear()
         return append_ids
@@ -115,7 +115,7 @@ class Injections:
             raise ServiceError(Reason.UNKNOWN_REF)
         if len(self._with_engine) == MAX_UNINJECTED:
             raise ServiceError(Reason.PREPARATION_FULL, "too many appends wait for the end of a step; try again")
-        self._with_engine.append((append_id, refuse))  # before, because the engine may inject the tokens at once
+        self._with_engine.append((append_id, refuse))  # first, because the engine may inject the tokens at once
         try:
             if not self._engine.inject(self._request_id, token_ids):
                 raise ServiceError(Reason.UNKNOWN_REF)

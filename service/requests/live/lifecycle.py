@@ -57,7 +57,7 @@ from penstock.service.telemetry.tracing import NO_SPAN
 _log = logging.getLogger(__name__)
 
 ORDER_WAIT_S = 0.02
-"""How long a prepared request waits for the one before it on its stream. After that it may overtake a long prompt."""
+"""How long a prepared request waits for the one before it on its stream. After that, it may overtake it."""
 MAX_EARLY_UPDATES = 16
 """The maximum number of updates that wait until a request's prompt is tokenized."""
 

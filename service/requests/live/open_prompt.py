@@ -32,14 +32,14 @@ MAX_PIECES = 65_536
 MAX_OPEN_BYTES = 64 << 20
 """The memory of all open prompts. A tenant may have half of what the others leave."""
 _PROMPT_BYTES = 4 << 10
-"""The memory of an open prompt besides its content."""
+"""The memory overhead of an open prompt besides its content."""
 _PIECE_BYTES = 150
-"""The memory of a piece besides its content."""
+"""The memory overhead of a piece besides its content."""
 _MESSAGE_BYTES = 1 << 10
 """The memory of a chat message besides its texts."""
 _ID_BYTES = 4
 _FEW_BYTES = 64 << 10
-"""Pieces with less memory are joined and checked on the event loop, in a millisecond."""
+"""Pieces that take less memory are joined and checked on the event loop, within a millisecond."""
 _REST = 4
 """A warm-up is followed by a rest that is this many times as long as the tokenizer worked for it, because each one
 tokenizes the whole prompt."""
@@ -102,7 +102,7 @@ class _Size(NamedTuple):
 
 
 class PromptPieces(NamedTuple):
-    """The pieces of a prompt at one time, which threads may join."""
+    """A snapshot of a prompt's pieces, which threads may join."""
 
     start: pb.GenerationStart
     """The start, except for its prompt."""
@@ -209,7 +209,7 @@ class OpenPrompt:
         self._restart_timer()
         if deadline is not None:
             self.set_deadline(deadline)
-        if not self._is_truncated:  # it cuts the beginning, as soon as the end is known
+        if not self._is_truncated:  # truncation cuts the beginning, once the end is known
             self._warming = asyncio.create_task(self._warm_up(request_id))
 
     def append(self, append: pb.GenerationAppend) -> None:
@@ -222,7 +222,7 @@ class OpenPrompt:
         if kind == "chat":
             for given, _ in append.chat.ListFields():
                 if given.name != "messages":
-                    raise invalid(f"chat.{given.name}", "only in the chat of the start")
+                    raise invalid(f"chat.{given.name}", "allowed only in the chat of the start")
         num_kept = append.replace_from if append.HasField("replace_from") else len(self._pieces)
         if num_kept > len(self._pieces):
             raise invalid("replace_from", f"at most {len(self._pieces)}, the number of pieces; it is {num_kept}")
@@ -327,7 +327,7 @@ class OpenPrompt:
         except ServiceError as error:
             worked_s = worked_s or time.monotonic() - origin.arrival
             if error.retry_after_ms is None or error.retry_after_ms < 0:
-                return _REST * worked_s  # what is wrong with the prompt is reported when it is committed
+                return _REST * worked_s  # errors in the prompt are reported when it is committed
             self._refused = None if self._changed.is_set() else request
             self._changed.set()
             return max(_REST * worked_s, error.retry_after_ms / 1000)

@@ -31,14 +31,14 @@ def replace_later(request: Replaceable, other: Replaceable | None) -> None:
     if other is not None:
         if other.tenant != request.tenant:
             raise invalid("supersedes", "that request is another tenant's; give the ref of one of the same tenant")
-        other.supersedes = next(_superseded(other), None)  # without those that ended, so that a chain stays short
+        other.supersedes = next(_superseded(other), None)  # skips those that ended, so that a chain stays short
         request.supersedes = other
 
 
 def mark_superseded(request: Replaceable) -> list[Replaceable]:
     """Returns the live requests that ``request``, which is about to enter the queue, replaces: the one that it names,
-    and then what that one was to replace, but did not, because it was not accepted. So only the last one can be in the
-    queue. Their ends will name ``request``."""
+    and then the ones that that one was to replace, but did not because it was not accepted. So only the last one can be
+    in the queue. Their ends will name ``request``."""
     superseded = list(_superseded(request))
     for other in superseded:
         other.superseded_by = request.ref

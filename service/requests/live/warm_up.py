@@ -1,7 +1,7 @@
 """Computes the KV of a prompt that requests are expected to begin with, so that they find it in the prefix cache.
 
 A warm-up is a request for one token, whose output is discarded. Its tenant is charged for the prompt's full blocks,
-which requests can find, and for each of them once.
+which requests can find, and for each of them only once.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from penstock.service.text.tokenizer import TokenizerPool
 
 _LAST_PRIORITY = 1000
 _HASH_BYTES = 8
-"""The part of a block's hash that is kept to recognize a block that was charged."""
+"""The length of the prefix of a block's hash that is kept to recognize a charged block."""
 
 
 class PaidPrefix:
@@ -31,7 +31,7 @@ class PaidPrefix:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._hashes = b""
-        """The beginnings of their hashes."""
+        """The prefixes of their hashes."""
 
     def num_tokens(self, hashes: Sequence[bytes]) -> int:
         """Returns how many tokens at the beginning of a prompt were charged; ``hashes`` are those of its blocks."""
@@ -44,7 +44,7 @@ class PaidPrefix:
         self._hashes = self._hashes[: num_common * _HASH_BYTES] + new
 
     def _num_common(self, hashes: Sequence[bytes]) -> int:
-        """Each hash covers all tokens before it, so once they differ, all that follow do."""
+        """Each hash covers all tokens before it, so once two hashes differ, all later ones do."""
         low, high = 0, min(len(hashes), len(self._hashes) // _HASH_BYTES)
         while low < high:
             middle = (low + high + 1) // 2
@@ -71,9 +71,9 @@ class PrefixWarmer:
     async def prepare(
         self, prompt: Callable[[], pb.GenerationStart], num_bytes: int, continue_from: str, origin: Origin
     ) -> tuple[Request, float]:
-        """Returns the request that computes the prompt of a start, and nothing else of it; and for how many seconds a
-        thread worked. The thread calls ``prompt``, which returns the start, of about ``num_bytes``. ``continue_from``
-        is that of the start. Raises ServiceError."""
+        """Returns the request that computes only the prompt of a start, and for how many seconds a thread worked. The
+        thread calls ``prompt``, which returns the start, of about ``num_bytes``. ``continue_from`` is that of the
+        start. Raises ServiceError."""
         context = self._contexts.existing(continue_from, origin.tenant) if continue_from else None
         work = functools.partial(self._make, prompt, context, origin)
         return await self._pool.run(work, num_bytes, origin.tenant, is_ahead=True)
@@ -89,8 +89,8 @@ class PrefixWarmer:
         return request, time.monotonic() - began
 
     async def run(self, request: Request, paid: PaidPrefix, retain_s: float) -> RequestFinished:
-        """Runs a request of ``prepare`` to its end, and retains its KV. Charges the blocks that are not ``paid``, which
-        are then. Raises ServiceError if it is refused."""
+        """Runs a request of ``prepare`` to its end, and retains its KV. Charges the blocks that are not yet ``paid``,
+        and marks them as paid. Raises ServiceError if it is refused."""
         ended: asyncio.Future[RequestFinished] = asyncio.get_running_loop().create_future()
 
         def on_event(event: Event) -> None:
@@ -112,7 +112,7 @@ class PrefixWarmer:
 
 
 def _only_prompt(start: pb.GenerationStart) -> pb.GenerationStart:
-    """Returns a start with the prompt of another one, and nothing else of it."""
+    """Returns a start with only the prompt of another one."""
     only = pb.GenerationStart(continue_from=start.continue_from, sampling=pb.SamplingParams(max_tokens=1))
     kind = start.WhichOneof("prompt")
     if kind == "text":
@@ -128,7 +128,7 @@ def _only_prompt(start: pb.GenerationStart) -> pb.GenerationStart:
 
 
 def _allow_any_output(chat: pb.Chat) -> None:
-    """Drops what only constrains the output."""
+    """Drops fields that only constrain the output."""
     if chat.tool_choice.mode != pb.TOOL_CHOICE_MODE_NONE:
         chat.ClearField("tool_choice")
     for tool in chat.tools:

@@ -1,4 +1,4 @@
-"""Embed: the vector of one tokenized input, by the code of penstock.v1's EmbeddingService."""
+"""Embed: the vector of one tokenized input, computed by the code of penstock.v1's EmbeddingService."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ from penstock.service.requests.preparation import Origin
 
 
 def embed_request(request: vllm.EmbedRequest) -> pb.EmbedRequest:
-    """Returns the request as this service's."""
+    """Translates the request."""
     own = pb.EmbedRequest(client_request_id=request.request_id)
     own.inputs.add().token_ids.ids.extend(request.tokenized.input_ids)
     return own

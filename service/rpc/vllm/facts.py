@@ -1,4 +1,4 @@
-"""What GetModelInfo and GetServerInfo return: facts about the model, the service and its engine."""
+"""Facts about the model, the service and its engine, for GetModelInfo and GetServerInfo."""
 
 import json
 import time
@@ -11,7 +11,7 @@ from penstock.scheduler.engine_stats import EngineState
 from penstock.service.rpc.contracts import ContractParts
 
 _SERVER_TYPE = "vllm-grpc"
-"""The name that gateways expect of a server with this contract."""
+"""The name that gateways expect from a server with this contract."""
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """The sampling defaults that gateways apply."""
 _FIRST_TOKEN, _AFTER_REASONING = "first_token", "after_reasoning"
@@ -26,7 +26,7 @@ class Facts:
         self._model_type, self._architectures = _described(parts)
 
     def model(self) -> vllm.GetModelInfoResponse:
-        """Returns the model's facts. No path is among them: a gateway gets the tokenizer from GetTokenizer."""
+        """Returns the model's facts, without paths: a gateway gets the tokenizer from GetTokenizer."""
         parts, tokenizer = self._parts, self._parts.pool.tokenizer
         defaults = {
             name: round(getattr(parts.defaults.sampling, name), 6)
@@ -67,7 +67,7 @@ class Facts:
 
 
 def _described(parts: ContractParts) -> tuple[str, list[str]]:
-    """Returns the model's type and architectures by its config.json; without one, only the latter."""
+    """Returns the model's type and architectures from its config.json; without one, only the latter."""
     config = None if parts.files is None else parts.files.model / "config.json"
     if config is None or not config.is_file():
         return "", [parts.facts.architecture]

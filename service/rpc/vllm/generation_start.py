@@ -1,8 +1,8 @@
-"""Translates a GenerateRequest to a GenerationStart, and the fields' names in its errors back. What this service cannot
-do is refused by name.
+"""Translates a GenerateRequest to a GenerationStart, and the fields' names in its errors back. Unsupported fields are
+refused by name.
 
-In the contract's SamplingParams a field without presence has its value even if it is 0, except where 0 makes no sense:
-there 0 means that it is off.
+In the contract's SamplingParams, a field without presence is taken literally even if it is 0, except where 0 makes no
+sense: there, 0 means that it is off.
 """
 
 import re
@@ -28,7 +28,7 @@ _UNSUPPORTED: Mapping[str, str] = {
 _RANDOM_SEED = -1
 """vLLM's value for no seed."""
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-"""A rule of a grammar in EBNF, which vLLM accepts besides Lark's format."""
+"""A grammar rule in EBNF, which vLLM accepts besides Lark."""
 _OWN_NAMES: Mapping[str, str] = {
     "client_request_id": "request_id",
     "constraint": "sampling_params",
@@ -53,8 +53,8 @@ _OWN_NAMES: Mapping[str, str] = {
 
 
 def generation_start(request: vllm.GenerateRequest) -> pb.GenerationStart:
-    """Returns the request as this service's. Raises ServiceError for what it cannot do; all else is checked as in any
-    other request."""
+    """Translates the request. Raises ServiceError for unsupported fields; everything else is checked as in any other
+    request."""
     for name, problem in _UNSUPPORTED.items():
         field = request.DESCRIPTOR.fields_by_name[name]
         if getattr(request, name) if field.is_repeated else request.HasField(name):
@@ -73,7 +73,7 @@ def generation_start(request: vllm.GenerateRequest) -> pb.GenerationStart:
     _fill_sampling(start.sampling, params)
     output = start.output
     output.format = pb.OUTPUT_FORMAT_TOKEN_IDS
-    output.include_special_tokens = not params.skip_special_tokens  # where a stop string contains one
+    output.include_special_tokens = not params.skip_special_tokens  # for stop strings that contain one
     for name in ("logprobs", "prompt_logprobs"):
         if params.HasField(name):
             setattr(output, name, _not_negative(f"sampling_params.{name}", getattr(params, name)))
@@ -101,7 +101,7 @@ def _fill_sampling(sampling: pb.SamplingParams, params: vllm.SamplingParams) -> 
     sampling.ignore_eos = params.ignore_eos
     sampling.n = params.n or 1
     if params.HasField("seed") and params.seed != _RANDOM_SEED:
-        sampling.seed = params.seed % (1 << 32)  # negative ones are as good as others
+        sampling.seed = params.seed % (1 << 32)  # negative ones are allowed
     for token_id, bias in params.logit_bias.items():
         sampling.logit_bias[_not_negative("sampling_params.logit_bias", token_id)] = bias
 

@@ -1,7 +1,7 @@
 """SubscribeKvEvents: the prefix cache's contents, its changes and the engine's load, pushed to routers.
 
-One task makes the batches while there are subscribers. Each subscriber reads at its own pace: what it has not read is
-in gRPC's buffer of its stream, and the batches that it has not sent are those that all share.
+One task makes the batches while there are subscribers. Each subscriber reads at its own pace: sent batches that it has
+not read are in gRPC's buffer for its stream, and all streams share the batches that are still to be sent.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from penstock.service.transport.call_end import write
 BATCH_S = 0.01
 """The time between two batches, so that each has the changes of a step or more."""
 TICK_S = 0.1
-"""How often a subscriber's load is compared with the one that it was sent."""
+"""How often the load is compared with the one that a subscriber was last sent."""
 HEARTBEAT_S = 1.0
-"""The longest time between two loads."""
+"""The longest time between two load messages."""
 
 
 class KvEventStreams:
@@ -42,8 +42,8 @@ class KvEventStreams:
     async def subscribe(
         self, request: common.SubscribeKvEventsRequest, context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> None:
-        """Sends batches until the caller leaves or the service ends. Raises StatusError if a number to resume from is
-        not known, or the subscriber falls too far behind."""
+        """Sends batches until the caller disconnects or the service shuts down. Raises StatusError if the number to
+        resume from is unknown, or the subscriber falls too far behind."""
         # A router assumes that a worker has no events if nothing arrives at once.
         await context.send_initial_metadata(())
         self._num_watching += 1
@@ -67,7 +67,7 @@ class KvEventStreams:
         self._notify()
 
     async def wait(self, timeout_s: float) -> None:
-        """Waits for new batches, at most for a time."""
+        """Waits for new batches, at most for the given time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -117,7 +117,7 @@ class _Subscriber:
             if not self._feed.can_resume(start):
                 raise protocol_error(
                     grpc.StatusCode.OUT_OF_RANGE,
-                    f"start_sequence_number: {start} is not a number after which this service knows every change; "
+                    f"start_sequence_number: {start} is not a number after which this service has every change; "
                     "clear the worker's blocks, and subscribe from 0",
                 )
             self._sequence = start
@@ -146,12 +146,12 @@ class _Subscriber:
         self._sequence = sequence
 
     async def _send(self, batch: bytes) -> None:
-        """Sends a serialized batch with the present load: messages that follow one another are merged by readers."""
+        """Sends a serialized batch with the current load: readers merge concatenated messages."""
         load = self._numbered(load_only=False)
         await write(self._context, batch + common.KvEventBatch(load=load).SerializeToString())
 
     async def _send_load(self) -> None:
-        """Sends the load alone, if it has moved or was sent too long ago."""
+        """Sends only the load, if it has changed or was sent too long ago."""
         if not has_moved(self._sent, self._load.core()) and time.monotonic() < self._sent_at + HEARTBEAT_S:
             return
         load = self._numbered(load_only=True)

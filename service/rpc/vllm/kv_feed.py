@@ -1,8 +1,8 @@
 """Numbers the changes of the prefix cache in batches, once for all subscribers, and keeps the last ones.
 
-A subscriber counts each store and each removal of a block, and expects consecutive numbers; so both come exactly once.
-Numbers begin with the time at which the service started, in microseconds: a number from an earlier life of the service
-is below all of its numbers. Knows neither calls nor the engine.
+A subscriber counts each store and each removal of a block, and expects consecutive numbers; so both are sent exactly
+once. Numbers begin with the time at which the service started, in microseconds: a number from before a restart is below
+all of the current ones. Independent of calls and the engine.
 """
 
 import time
@@ -16,16 +16,16 @@ from penstock.kv.events import KvEventLog, StoredBlock
 from penstock.service.auth.identity import DEFAULT_TENANT
 
 MAX_BATCH_BYTES = 32 << 10
-"""Takes a millisecond of the event loop's time."""
+"""The maximum size of a batch. It takes a millisecond of the event loop's time."""
 MAX_HISTORY_BYTES = 4 << 20
-"""Subscribers that are further behind must begin again."""
+"""Subscribers that are further behind must start over."""
 _PART_BYTES = 32
-"""More than a block takes besides its tokens."""
+"""An upper bound on the size of a block besides its tokens."""
 _HASH_BYTES = 8
 
 
 class KvFeed:
-    """The batches so far. Belongs to the event loop."""
+    """The batches so far. Used only on the event loop."""
 
     def __init__(self, log: KvEventLog) -> None:
         self._log = log
@@ -108,8 +108,8 @@ class KvFeed:
         return removed, stored
 
     def snapshot(self) -> Iterator[bytes]:
-        """Returns the chunks of the present content, of which all changes must be in batches. The batches that follow
-        ``sequence``, as it is now, follow the last chunk, which has that number."""
+        """Returns the chunks of the current content, whose changes must all be in batches. The last chunk has the
+        number ``sequence``, and later batches follow it."""
         assert self.is_up_to_date, "a snapshot has all changes"
         self._resumable_from = self.sequence
         return self._chunks(self._log.snapshot(), self.sequence)
@@ -148,7 +148,7 @@ def _stored_events(blocks: Sequence[StoredBlock], block_size: int) -> list[commo
 
 def _run(first: StoredBlock) -> common.KvBlocksStored:
     """Returns the event of a run without its blocks. Consumers hash tokens themselves, so the tenant is the salt that
-    keeps the same tokens of two tenants apart; what callers without credentials compute has none."""
+    keeps the same tokens of two tenants separate; callers without credentials have none."""
     return common.KvBlocksStored(
         parent_block_hash=_int64(first.parent_hash) if first.parent_hash else None,
         cache_salt=first.tenant if first.tenant not in ("", DEFAULT_TENANT) else None,

@@ -11,7 +11,7 @@ from penstock.scheduler.plan import WorkerFacts
 from penstock.service.telemetry.recent_stats import RecentStats
 
 WINDOW_S = 3
-"""The last seconds over which the rate of output tokens is taken, of which the current one may have just begun."""
+"""The number of last seconds over which the rate of output tokens is measured. The current one may have just begun."""
 MAX_AGE_S = 0.05
 """How long a reading is reused, so that its cost does not grow with the number of readers."""
 _GB = 1e9
@@ -42,7 +42,7 @@ class LoadReader:
         return self._core
 
     def add_telemetry(self, load: common.EngineLoad) -> None:
-        """Adds what is only for an operator's eyes."""
+        """Adds the values that are only for operators."""
         facts, stats = self._facts, self._engine.stats()
         num_tokens = facts.num_blocks * facts.block_size
         load.cache_hit_rate = _hit_rate(stats)
@@ -81,7 +81,8 @@ class LoadReader:
             running_requests=stats.running,
             waiting_requests=stats.waiting,
             waiting_uncached_tokens=stats.waiting_tokens,
-            # Both without the cached blocks that can be evicted: a gateway sends nothing to a worker whose KV is full.
+            # Both exclude cached blocks that can be evicted: a gateway sends nothing to a worker whose KV cache is
+            # full.
             token_usage=stats.kv_usage,
             active_token_usage=stats.kv_usage,
             gen_throughput=window.output_tokens / window.seconds if window.seconds > 0 else 0.0,
@@ -97,7 +98,8 @@ class LoadReader:
 
 
 def has_moved(before: common.EngineLoad, now: common.EngineLoad) -> bool:
-    """Returns whether routing may differ, apart from the rate and times, which differ with every reading."""
+    """Returns whether two readings differ in values that affect routing. Ignores the rate and times, which always
+    differ."""
     names = ("running_requests", "waiting_requests", "waiting_uncached_tokens", "token_usage", "prefill_pending_tokens")
     return any(getattr(before, name) != getattr(now, name) for name in names)
 

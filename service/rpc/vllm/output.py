@@ -1,4 +1,4 @@
-"""Translates the output of one request to GenerateResponses: chunks, if it streams, and one complete for each choice.
+"""Translates the output of one request to GenerateResponses: chunks if it streams, and one complete for each choice.
 
 The completes are sent when the request has ended, so that their numbers are final.
 """
@@ -25,7 +25,7 @@ class _Choice:
 
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     logprobs: vllm.OutputLogProbs | None = None
-    """All of them, if the output does not stream."""
+    """All tokens, if the output does not stream."""
     end: StopMatch | None = None
     has_begun: bool = False
 
@@ -40,12 +40,12 @@ class OutputEncoder:
         """``streams``: whether there are chunks. ``eos_token_ids`` are the model's own stop tokens."""
         self._streams = streams
         self._unreported = frozenset(eos_token_ids).difference(start.sampling.stop_token_ids)
-        """Stop tokens that the caller did not ask for, which the contract does not report as matches."""
+        """Stop tokens that the caller did not request. The contract does not report them as matches."""
         self._choices = [_Choice() for _ in range(min(start.sampling.n, 64))]
         self._prompt_logprobs: TokenLogprobs | None = None
         self._prompt_tokens = self._cached_tokens = 0
         self.is_aborted = False
-        """Whether an Abort ended the request, which is then no error."""
+        """Whether an Abort ended the request. Its end is then not an error."""
 
     def __call__(self, batch: PendingMessage) -> list[vllm.GenerateResponse]:
         """Returns the messages for a step's output."""
@@ -110,7 +110,7 @@ class OutputEncoder:
             complete.matched_stop_str = end.stop
         elif end is not None and end.stop_token_id is not None and end.stop_token_id not in self._unreported:
             complete.matched_token_id = end.stop_token_id
-        if index == 0:  # drafts are counted for the request
+        if index == 0:  # drafts are counted per request
             complete.spec_accepted_tokens = speculation.accepted_tokens
             complete.spec_draft_tokens = speculation.drafted_tokens
         return complete

@@ -1,4 +1,4 @@
-"""Statuses that the contract itself defines, and that the service's catalogue lacks for this reason."""
+"""Statuses that the contract itself defines, and that are therefore not in the service's catalogue."""
 
 import grpc
 from google.rpc import status_pb2

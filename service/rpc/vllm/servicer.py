@@ -43,7 +43,7 @@ def add_to_server(parts: ContractParts) -> "VllmEngine":
 
 
 class VllmEngine(vllm_grpc.VllmEngineServicer):
-    """Translates calls, and knows the live requests by the ids that callers gave them."""
+    """Translates calls, and keeps the live requests by the ids that callers gave them."""
 
     def __init__(self, parts: ContractParts) -> None:
         self._parts = parts
@@ -54,7 +54,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
         self._embed_builder = SingleEmbedBuilder(parts.embed_builder)
         self._bundle = None if parts.files is None else TokenizerBundle(parts.files, parts.pool.tokenizer)
         self._live: dict[tuple[str, str], list[_Generation]] = {}
-        """The live requests by tenant and id. Callers may use an id several times."""
+        """The live requests by tenant and id. Several live requests may have the same id."""
 
     def close(self) -> None:
         self._kv_events.close()
@@ -123,7 +123,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
         await self._kv_events.subscribe(request, context)
 
     async def FlushCache(self, request: common.FlushCacheRequest, context: Context) -> common.FlushCacheResponse:
-        """Drops the prefix cache when no request is live, for which it waits. So nothing of it remains, not even what
+        """Waits until no request is live, and drops the prefix cache. So nothing of it remains, not even blocks that
         requests hold."""
         timeout_s = request.timeout_s
         if not 0 <= timeout_s <= MAX_FLUSH_WAIT_S:
@@ -139,7 +139,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
                     message=f"{live} requests are live; call again with a longer timeout_s"
                 )
         num_blocks = self._engine.flush_cache()
-        return common.FlushCacheResponse(success=True, message=f"{num_blocks} blocks are dropped")
+        return common.FlushCacheResponse(success=True, message=f"{num_blocks} blocks were dropped")
 
     async def StartProfile(self, request: common.StartProfileRequest, context: Context) -> NoReturn:
         raise protocol_error(grpc.StatusCode.UNIMPLEMENTED, _NO_PROFILER)

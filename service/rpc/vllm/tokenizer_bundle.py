@@ -19,11 +19,11 @@ _TOKENIZER_FILES = (
 _MODEL_FILES = ("config.json", "generation_config.json")
 _TEMPLATE = "chat_template.jinja"
 _TIMESTAMP = (1980, 1, 1, 0, 0, 0)
-"""The same for all files: equal files make an equal zip, with the hash of one that a gateway has already."""
+"""The same for all files: equal files make an equal zip, whose hash a gateway may already know."""
 
 
 class TokenizerBundle:
-    """The zip of one model's tokenizer, which is made when it is first needed."""
+    """The zip of one model's tokenizer. Created when it is first needed."""
 
     def __init__(self, files: ModelFiles, tokenizer: Tokenizer) -> None:
         self._files = files
@@ -52,8 +52,8 @@ class TokenizerBundle:
         return buffer.getvalue()
 
     def _template(self) -> str | None:
-        """Returns the only chat template; None if there is none, or a second one for tools, which the configuration of
-        the tokenizer then has."""
+        """Returns the only chat template. None if there is none, or if there is a second one for tools: then both are
+        in the tokenizer's configuration."""
         if not self._tokenizer.has_chat_template:
             return None
         plain, with_tools = (self._tokenizer.chat_template(with_tools) for with_tools in (False, True))

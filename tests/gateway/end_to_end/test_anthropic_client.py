@@ -1,4 +1,4 @@
-"""The ``anthropic`` package against a gateway whose model says what it is told to: tools, thinking, streams, errors."""
+"""The ``anthropic`` package against a gateway whose model writes a given text: tools, thinking, streams, errors."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ ANSWERS = {
         [("thinking", "So."), ("weather", {"city": "Köln"})],
         "tool_use",
     ),
-    "what only looks like a call": ("a <tool_cat>", [("text", "a <tool_cat>")], "end_turn"),
+    "text that only looks like a call": ("a <tool_cat>", [("text", "a <tool_cat>")], "end_turn"),
 }
 
 
@@ -65,7 +65,7 @@ def test_an_answer_is_the_same_whole_and_streamed(name, client):
     message = client.messages.create(**body(said, tools=TOOLS))
     assert (blocks(message), message.stop_reason, message.role) == (content, reason, "assistant")
     assert message.usage.output_tokens > 0
-    # The package itself puts the parts together.
+    # The package itself combines the parts.
     with client.messages.stream(**body(said, tools=TOOLS)) as stream:
         kinds = [event.type for event in stream]
         streamed = stream.get_final_message()
@@ -147,7 +147,7 @@ BAD = {
         anthropic.BadRequestError,
         "tools[0]: type 'web_search_20250305' is not supported",
     ),
-    "a schema that is none": (
+    "an invalid schema": (
         {"tools": [{"name": "f", "input_schema": {"type": 7}}], "tool_choice": {"type": "any"}},
         anthropic.BadRequestError,
         "tools[0].input_schema",
@@ -162,7 +162,7 @@ BAD = {
         anthropic.BadRequestError,
         "messages[0].content[0]: not a supported block",
     ),
-    "a result of the assistant": (
+    "a result in the assistant's message": (
         {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "", "content": "x"}]}]},
         anthropic.BadRequestError,
         "messages[0].content[0].type: tool_result is only for messages of the user",

@@ -180,8 +180,8 @@ def start_of(output, num_tokens):
 
 
 async def over_grpc(gateway, output, num_tokens):
-    """Content, reasoning, calls and reason over gRPC, and which calls are incomplete. They are the same whole and in
-    deltas, as are the tokens."""
+    """Returns the content, reasoning, calls and finish reason over gRPC, and which calls are incomplete. They are the
+    same in a whole choice and in deltas, as are the tokens."""
     start = start_of(output, num_tokens)
     start.output.logprobs = 0
     async with grpc.aio.insecure_channel(gateway.target) as channel:
@@ -241,7 +241,7 @@ async def ends_rightly(start_gateway, say):
 
 @every_kind
 async def test_over_http_and_grpc_it_ends_with_the_right_reason(kind, ends_rightly):
-    """One with two calls, and one whose arguments break off by themselves. The soak test has the rest."""
+    """Tests one with two calls, and one whose arguments break off. The soak test covers the rest."""
     two = min(
         (output for output in BY_KIND[kind] if len(output.calls) == 2 and not output.in_reasoning),
         key=lambda output: len(output.text),

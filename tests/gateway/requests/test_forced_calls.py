@@ -32,7 +32,7 @@ KINDS = {
 }
 """Which template shows it, and what the operator says."""
 LIKE_OTHERS = ("mistral_list", "pythonic")
-"""Those that the tests of grammars suffice for: each format here has a service of its own."""
+"""Formats that the tests of grammars cover well enough: each format here needs a service of its own."""
 SCHEMAS = {
     "weather": {
         "type": "object",

@@ -56,7 +56,7 @@ async def test_several_prompts_have_no_key(gateway):
 
 
 class LosesFirstConnection(httpx.AsyncHTTPTransport):
-    """Sends the first request, and loses the connection once the service computes it."""
+    """Sends the first request, and drops the connection once the service is computing it."""
 
     def __init__(self, gateway):
         super().__init__()
@@ -75,7 +75,7 @@ class LosesFirstConnection(httpx.AsyncHTTPTransport):
 
 
 async def test_openais_client_repeats_a_request_whose_first_try_failed(start_gateway, monkeypatch):
-    """With the same key, which is free again: the gateway cancels the request of a lost connection."""
+    """Repeats it with the same key, which is free again: the gateway cancels the request of a lost connection."""
     gateway = await start_gateway(seconds_per_step=0.002)
     monkeypatch.setattr(openai.AsyncOpenAI, "_calculate_retry_timeout", lambda *_: 0.05)
     transport = LosesFirstConnection(gateway)

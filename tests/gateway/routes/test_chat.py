@@ -199,7 +199,7 @@ async def test_a_predicted_output_is_passed_on_and_counted(scripted_gateway):
         assert answer["choices"][0]["message"] == plain["choices"][0]["message"]
         details = answer["usage"]["completion_tokens_details"]
         assert details["accepted_prediction_tokens"] > 0
-        assert details["rejected_prediction_tokens"] > 0  # the fake worker draws how many are right
+        assert details["rejected_prediction_tokens"] > 0  # the fake worker randomizes how many are right
         ChatCompletion.model_validate(answer, extra="forbid")
     assert predicted == [b"", b"hello", b"hello\nyou", b"hello\nyou"]
     assert plain["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}

@@ -8,7 +8,7 @@ from waiting import until
 from penstock.scheduler.request import EngineFinishReason
 
 HELD = "S" * 900
-"""A stop string of which any number of tokens may be the beginning."""
+"""A stop string: any number of its characters may be held back as its beginning."""
 
 
 def says_letters(history, sampling):
@@ -50,7 +50,7 @@ async def test_a_chat(slow_gateway):
 
 
 async def test_a_response(start_gateway):
-    """Its calls may have parts that are held back; it has no stop strings."""
+    """Tests calls, which may have parts that are held back, without stop strings."""
 
     def says_spaces(history, sampling):
         return ord("<" if not len(history) % 50 else " ")

@@ -33,7 +33,7 @@ async def loaded(start_gateway, monkeypatch):
     gateway = await start_gateway(scheduler=SchedulerConfig(max_num_seqs=4), seconds_per_step=0.002)
     body = {"prompt": "hi", "max_tokens": 4000, "n": 3, "stream": True, "ignore_eos": True}
     async with gateway.http.stream("POST", "/v1/completions", json=body) as response:
-        assert LOAD not in response.headers  # it was not asked for
+        assert LOAD not in response.headers  # the request did not ask for it
         await gateway.until(lambda stats: stats.running == 3)
         yield gateway
 

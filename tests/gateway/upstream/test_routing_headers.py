@@ -1,4 +1,4 @@
-"""What gateways before this one say in headers reaches the scheduler. Each test fails if its header is ignored."""
+"""Headers from gateways in front of this one reach the scheduler. Each test fails if its header is ignored."""
 
 import hashlib
 

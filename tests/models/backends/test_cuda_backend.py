@@ -53,7 +53,7 @@ VARIANTS = [
     "olmo2", "phi3-partial-rotary", "gpt-oss", "qwen3-moe-sparse-windows", "cohere-qk-norm", "gpt-neox", "hunyuan",
     "ministral3", "glm4-moe", "qwen2-moe", "llama4",
 ]  # fmt: skip
-"""Of those that ``test_oracle`` runs, what has a kernel, or a way through one, of its own."""
+"""The cases of ``test_oracle`` that have a kernel, or a path through one, of their own."""
 LONG = (
     "cohere-qk-norm",
     "gemma4-inputs",

@@ -1,4 +1,4 @@
-"""Rows whose reasoning has a limit, on the backends: where it is reached, the next token is the one that closes it."""
+"""Rows whose reasoning has a limit, on the backends: once it is reached, the next token closes the reasoning."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +42,7 @@ class Guesses(Drafter):
 def run(
     runner: Runner, sampling: SamplingParams, output: Sequence[int] = (), max_drafts: int = 0, grammar: str = ""
 ) -> list[int]:
-    """The tokens of a row, which may begin again after some of its output."""
+    """Returns the tokens of a row, which may restart after some of its output."""
     history = [*PROMPT, *output]
     row = AddedRow(0, 0, history, len(PROMPT), 0, [0, 1], sampling, max_drafts=max_drafts, grammar=grammar)
     tokens = list(output)
@@ -74,7 +74,7 @@ def test_the_marker_follows_and_the_output_goes_on(backend: Backend) -> None:
     assert CLOSES not in free
     assert limited[:6] == [*free[:4], CLOSES, AFTER]
     assert limited.count(CLOSES) == 1
-    # The row may begin again at any place, after a preemption or on a new worker.
+    # The row may restart at any place, after a preemption or on a new worker.
     assert all(run(runner, LIMITED, limited[:num]) == limited for num in range(1, 8))
 
 

@@ -55,12 +55,12 @@ def drafts_of(predictions, row, most=4):
 
 
 def after(output, prediction=TEXT, most=4):
-    """The drafts after an output whose tokens come one by one, each with a proposal."""
+    """Returns the drafts after an output whose tokens come one by one, each with a proposal."""
     predictions, row = Predictions(), row_of(prediction)
     for token in output:
         row.append(token)
         drafts = drafts_of(predictions, row, most)
-    # The same if the row begins anew, as after preemption, unless the last tokens do not tell.
+    # The same if the row restarts, as after preemption, unless the last tokens are ambiguous.
     assert drafts_of(Predictions(), row_of(prediction, output), most) in (drafts, None)
     return drafts
 
@@ -86,7 +86,7 @@ def test_the_place_is_found_after_replaced_tokens(at, number):
 
 @pytest.mark.parametrize("number", [1, 2, 5, WINDOW, 40])
 def test_the_place_is_found_after_tokens_that_are_left_out(number):
-    """At once, if few are."""
+    """The place is found at once if few tokens are replaced."""
     begun = [*TEXT[:20], *TEXT[20 + number :][:2]]
     assert after(begun) == TEXT[22 + number :][:4]
     if number < WINDOW:
@@ -95,7 +95,7 @@ def test_the_place_is_found_after_tokens_that_are_left_out(number):
 
 @pytest.mark.parametrize("number", [1, 2, 5, 100])
 def test_the_place_is_found_after_tokens_that_are_added(number):
-    """Injected ones among them."""
+    """Tokens may be added, including injected ones."""
     added = [*TEXT[:20], *OTHERS[:number]]
     assert after([*added, TEXT[20]]) == TEXT[21:25]
     assert after([*added, *TEXT[20:22]]) == TEXT[22:26]
@@ -126,13 +126,13 @@ def test_a_prediction_that_has_nothing_of_the_output_is_soon_of_no_use():
 
 
 def real(n):
-    """A model whose weights take a while to read, and that can compute some tokens meanwhile."""
+    """A device on which reading the weights takes a while, and which can compute some tokens meanwhile."""
     return 0.05 + 0.0005 * n + 0.002 * max(0, n - 40)
 
 
 @pytest.fixture
 def predicting(simulation, player, asked):
-    """Runs rows on a device with predictions and without a drafter; returns their speed and what came of them."""
+    """Runs rows on a device with predictions and without a drafter; returns their speed and results."""
 
     def run(num_tokens, edit, num_rows=1):
         world = simulation(real, lambda row, at: False)
@@ -167,7 +167,7 @@ def test_a_prediction_that_is_right_by_95_percent_gains_much(predicting):
 
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_a_wrong_prediction_is_soon_left_alone(predicting, num_rows):
-    """One that has none of the output's tokens, and one with all of them in another order."""
+    """Tests one with none of the output's tokens, and one with all of them in another order."""
     rng = random.Random(2)
     for edit in (lambda row, output: [98] * 400, lambda row, output: rng.sample(output, len(output))):
         speed, told = predicting(400, edit, num_rows)
@@ -184,12 +184,12 @@ def test_rows_without_a_prediction_are_not_drafted_for(predicting):
 
 
 def edited(output):
-    """An output in which tokens are replaced, left out and added."""
+    """Returns an output in which tokens are replaced, left out and added."""
     return [*output[:6], 99, *output[7:12], *output[14:20], 98, 97, *output[20:]]
 
 
 async def predicted(model, engine, prompts, num_tokens=40, **more):
-    """Answers to all prompts with predictions of many kinds; each must be what transformers says."""
+    """Generates for all prompts with predictions of many kinds. Each output must be that of transformers."""
     expected = [greedy(model, prompt, num_tokens) for prompt in prompts]
     kinds = (edited, lambda output: output, lambda output: output[::-1], lambda output: output[:9])
     answers = [
@@ -218,7 +218,7 @@ def greedy(model, prompt, num_tokens):
 async def test_the_output_is_that_of_transformers(
     request, tiny_model, worker_config, in_process_executor, start_engine, prompts, backend
 ):
-    """With chunked prefill, and where rows are preempted, too."""
+    """Also holds with chunked prefill, and if rows are preempted."""
     if backend == "cpu":
         request.getfixturevalue("cpu_library")
     model = tiny_model("llama")
@@ -235,7 +235,7 @@ async def test_the_output_is_that_of_transformers(
 async def test_the_service_has_another_drafter_too(
     tiny_model, worker_config, in_process_executor, start_engine, prompts, method, tmp_path
 ):
-    """It fills in where the prediction does not match."""
+    """The drafter takes over where the prediction does not match."""
     model = tiny_model("llama")
     path = str(model.path) if method == "draft_model" else None
     config = worker_config(model.path, speculation=SpeculationConfig(DraftMethod(method), 4, path))
@@ -256,7 +256,7 @@ async def test_the_service_has_another_drafter_too(
 async def test_sampled_choices_are_those_without_a_prediction(
     tiny_model, worker_config, in_process_executor, start_engine, prompts
 ):
-    """For each of n, with log-probabilities, penalties and stop tokens."""
+    """Tests each of n choices, with log-probabilities, penalties and stop tokens."""
     model = tiny_model("llama")
     sampling = SamplingParams(temperature=0.9, top_k=20, seed=5, logprobs=2, frequency_penalty=0.3)
     engine = await start_engine(in_process_executor(worker_config(model.path, dtype="float64"), is_eager=True))
@@ -291,7 +291,7 @@ async def test_a_new_worker_gets_the_prediction_again(
 
 
 async def test_a_worker_process_that_is_killed(cpu_library, tiny_model, worker_config, start_engine, prompts):
-    """It drafts although no flag tells it how."""
+    """The service drafts without any flag."""
     model = tiny_model("llama")
     worker = WorkerProcess(worker_config(model.path, backend="cpu"))
     engine = await start_engine(worker)

@@ -1,4 +1,4 @@
-"""Models that can be written as GGUF files, and the check of what a file gives."""
+"""Models that can be written as GGUF files, and a check of a file's output."""
 
 import json
 from pathlib import Path
@@ -40,12 +40,13 @@ WITHOUT = {
     "smollm3": {"no_rope_layers": [1, 1, 1]},
     "starcoder2": {"sliding_window": None},
 }
-"""What the format cannot express of a variant."""
+"""The fields of a variant that the format cannot express."""
 
 
 @pytest.fixture(params=["reference", pytest.param("cpu", marks=pytest.mark.soak)])
 def backend(request):
-    """Each backend that runs on a CPU, in turn. They share what reads files, so the long tests have the second."""
+    """Each backend that runs on a CPU, in turn. They share the code that reads files, so only the long tests use the
+    second."""
     if request.param == "cpu":
         request.getfixturevalue("cpu_library")
     return request.param
@@ -53,7 +54,7 @@ def backend(request):
 
 @pytest.fixture(scope="module")
 def model_of(build_model, tmp_path_factory):
-    """Returns a model of a variant, with what the format cannot express left out."""
+    """Returns a model of a variant, without the fields that the format cannot express."""
     made = {}
 
     def get(variant):

@@ -16,7 +16,7 @@ OTHER_FAMILIES = {
     "EXAONE": "mistral-no-window", "INTERNLM2": "llama", "MISTRAL3": "llama", "QWEN2VL": "qwen2-tied",
     "QWEN3VL": "qwen3", "QWEN3VLMOE": "qwen3-moe",
 }  # fmt: skip
-"""Families, by the library's names, whose text model is one of another family with the same weights."""
+"""Families, by the library's names, whose text model is that of another family with the same weights."""
 
 
 @pytest.mark.parametrize("variant", NAMES)

@@ -1,5 +1,5 @@
-"""Files that llama.cpp's own converter and quantizer wrote: weights are those of the dequantiser of its Python library,
-and outputs those of transformers with these weights. The quantizer is built once, below ``build/``."""
+"""Files that llama.cpp's own converter and quantizer wrote: weights must match the dequantizer of its Python library,
+and outputs must match transformers with these weights. The quantizer is built once, below ``build/``."""
 
 import json
 import re
@@ -57,7 +57,7 @@ CONVERTED = (
     "olmo3", "olmoe", "phi3-longrope", "qwen2-tied", "qwen3", "seed-oss", "smollm3", "stablelm", "stablelm-parallel",
     "starcoder2",
 )  # fmt: skip
-"""The variants that the converter takes as transformers writes them."""
+"""The variants that the converter accepts as transformers writes them."""
 CONVERT = """
 import sys
 from pathlib import Path
@@ -78,7 +78,7 @@ Arrays = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def installer() -> Installer:
-    """Has llama.cpp's sources. Skips the tests if these or a compiler cannot be had."""
+    """Has llama.cpp's sources. Skips the tests if these or a compiler are not available."""
     installer = Installer(CACHE, [])
     try:
         find_compiler()
@@ -172,7 +172,7 @@ async def test_output_is_that_of_transformers_with_these_weights(
 
 @pytest.fixture
 def convert(installer: Installer, tmp_path: Path) -> Callable[[Any], Path]:
-    """Returns the file that the converter makes of a model."""
+    """Returns the file that the converter makes from a model."""
 
     def run(model: Any) -> Path:
         file = tmp_path / "model.gguf"

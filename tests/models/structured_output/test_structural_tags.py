@@ -1,5 +1,5 @@
-"""Structural tags: the strings that their grammars accept are those that xgrammar accepts, and what cannot be enforced
-is refused by name. The strings and xgrammar's verdicts (version 0.2.8) are in structural_tags.json."""
+"""Structural tags: their grammars accept the same strings as xgrammar, and formats that cannot be enforced are refused
+by name. The strings and xgrammar's verdicts (version 0.2.8) are in structural_tags.json."""
 
 import json
 import random
@@ -48,7 +48,7 @@ def takes(grammar: str, tokenizer: LLTokenizer, token_ids: list[int]) -> bool:
 
 @pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
 def test_the_same_strings_as_in_xgrammar(case: dict[str, Any]) -> None:
-    """Besides those that xgrammar accepts only because a text may contain what ends it, or for their white space."""
+    """Cases that xgrammar accepts only because there a text may contain its own end, or because of white space."""
     grammar = to_grammar("structural_tag_json", json.dumps(case["tag"]))
     expected = dict.fromkeys(case["accepted"], True) | dict.fromkeys(
         [*case["refused"], *case.get("stricter", ())], False
@@ -126,7 +126,7 @@ WITH_TOKENS: dict[str, tuple[Any, list[list[str | int]], list[list[str | int]]]]
 
 @pytest.mark.parametrize("name", WITH_TOKENS)
 def test_special_tokens(demo: LLTokenizer, name: str) -> None:
-    """A number is the id of a token. Text is never one, even if it spells one."""
+    """A number is a token id. Text never becomes a special token, even if it spells one."""
     form, accepted, refused = WITH_TOKENS[name]
     grammar = converted(form, marker_ids=SPECIAL, added_ids=SPECIAL, eos_token_ids=EOS)
     for parts, is_taken in [*((each, True) for each in accepted), *((each, False) for each in refused)]:
@@ -224,7 +224,7 @@ def test_errors_repeat_no_words_of_the_caller() -> None:
 
 
 def test_random_tags_are_converted_or_refused() -> None:
-    """Tags with a part that is replaced, dropped or doubled."""
+    """Returns tags in which a part is replaced, dropped or doubled."""
     rng = random.Random(1)
     values: list[Any] = [None, True, -1, 2**40, 1.5, "", "<", "x" * 300, [], {}, [[]], INTEGER, ANY, tag(), tags()]
     num_converted = 0

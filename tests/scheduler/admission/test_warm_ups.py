@@ -1,4 +1,4 @@
-"""Requests that only compute a prompt ahead: charged once, and in no place of a tenant's requests."""
+"""Requests that only compute a prompt ahead: they are charged once, and do not count as a tenant's live requests."""
 
 import pytest
 

@@ -13,7 +13,7 @@ from penstock.scheduler.request import EngineFinishReason, RefusalKind, Refused
 
 @pytest.fixture
 def busy(world_type, new_request):
-    """A world with one row, which is taken, and the requests ``first``, ``second`` and ``third``, which wait."""
+    """A world with one row, which is in use, and the requests ``first``, ``second`` and ``third``, which wait."""
 
     def busy(**config):
         world = world_type(60, make_config(max_num_seqs=1, **config))
@@ -66,7 +66,7 @@ class TestPlace:
 
     @pytest.mark.parametrize(("old", "expected"), [(1, ["urgent", "new"]), (-1, ["new", "urgent"])])
     def test_is_not_ahead_of_more_urgent_requests(self, world_type, new_request, old, expected):
-        """Among requests of one priority, only a request that was as urgent had its place there."""
+        """A place in the queue passes on only between requests that are equally urgent."""
         world = world_type(60, make_config(max_num_seqs=1, policy=Policy.PRIORITY))
         world.add(new_request("runs", make_prompt(20), max_tokens=14, priority=-5))
         assert world.step() == ["runs"]
@@ -79,7 +79,7 @@ class TestPlace:
         world = busy()
         world.add(new_request("new", make_prompt(20), max_tokens=2, supersedes="runs"))
         assert order(world) == ["first", "second", "third", "new"]
-        assert world.received["new"].finished.usage.cached_tokens >= 20 - BLOCK_SIZE  # what was computed stays
+        assert world.received["new"].finished.usage.cached_tokens >= 20 - BLOCK_SIZE  # the computed part stays
 
     def test_of_a_request_that_has_ended_is_nobodys(self, busy, new_request):
         world = busy()

@@ -1,5 +1,5 @@
-"""Targets for the first token order the queue and refuse; targets between tokens limit the chunks beside a row. Neither
-ends anything."""
+"""Targets for the first token order the queue and refuse requests; targets between tokens limit prefill chunks. Neither
+ends a request."""
 
 import pytest
 from known_requests import make_config, make_prompt
@@ -60,7 +60,7 @@ def test_a_missed_target_ends_nothing(world_type, new_request):
 
 
 class TestRefusals:
-    """A first token that is predicted to be late is refused at arrival."""
+    """A request whose first token is predicted to be late is refused on arrival."""
 
     @pytest.fixture
     def world(self, world_type):
@@ -102,7 +102,7 @@ class TestRefusals:
 
 @pytest.fixture
 def chunk_beside(world_type, new_request):
-    """Returns the first chunk's length of a long prompt beside rows with these targets."""
+    """Returns the length of a long prompt's first chunk in a step with rows with these targets."""
 
     def chunk_beside(*targets, **config):
         world = world_type(400, make_config(max_num_batched_tokens=40, **config))

@@ -102,7 +102,7 @@ def expected(model):
         yield served
 
 
-# The interpreter takes minutes to serve, so without a GPU only the long tests have it.
+# Serving takes minutes in the interpreter, so without a GPU only the long tests use it.
 @pytest.fixture(
     scope="module",
     params=["cpu", "cuda" if torch.cuda.is_available() else pytest.param("cuda", marks=pytest.mark.soak)],

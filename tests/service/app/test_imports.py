@@ -15,7 +15,7 @@ def test_without_uvloop_the_loop_is_asyncios(monkeypatch):
 
 
 def test_the_service_process_never_imports_torch():
-    """Nor what only a flag needs."""
+    """Does not import packages that only a flag needs."""
     print_them = "print(sorted({'torch', 'transformers', 'triton', 'zmq'} & sys.modules.keys()))"
     code = f"import sys, penstock.service.app.serve; {print_them}"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -1,4 +1,4 @@
-"""--kv-events-config has vLLM's keys; each error names the key and what would be right."""
+"""--kv-events-config has vLLM's keys; each error names the key and its correct values."""
 
 import json
 import socket
@@ -80,7 +80,7 @@ def test_other_texts_are_refused(text):
 
 
 def start(**keys):
-    """Prepares a service of a model that does not exist: addresses are checked before it."""
+    """Prepares a service of a model that does not exist: addresses are checked before the model."""
     text = json.dumps({"enable_kv_cache_events": True, **keys})
     prepare(ServeConfig(model="/nowhere", port=0, admin_listen="off", metrics_listen="off", kv_events_config=text))
 

@@ -224,8 +224,8 @@ def random_bytes(rng: random.Random, descriptor: Descriptor, wildness: float) ->
 
 
 def good_starts(rng: random.Random) -> list[bytes]:
-    """Requests that later frames can change and append to, some with open prompts, some in place of another one. Other
-    refs stay unknown."""
+    """Creates requests that later frames can change and append to. Some have open prompts, and some replace another
+    one. Other refs stay unknown."""
     sampling = pb.SamplingParams(max_tokens=100, ignore_eos=True)
     frames = []
     for ref in (1, 2, 3, 4):

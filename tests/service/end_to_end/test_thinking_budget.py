@@ -1,4 +1,4 @@
-"""Reasoning with a limit, end to end: a model of random weights that would reason until its output ends."""
+"""Reasoning with a limit, end to end: the model has random weights, and would reason until its output ends."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) ->
 
 @pytest.fixture(scope="module")
 def complete(stub: GenerationServiceStub) -> Complete:
-    """Calls Complete with sampling options; other fields of the start are given as such."""
+    """Calls Complete with sampling options and other fields of the start."""
 
     def complete(*contents: str, chat: dict[str, Any] | None = None, start: Any = None, **sampling: Any) -> Any:
         request = pb.GenerationStart(output=pb.OutputOptions(format=pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS))
@@ -58,7 +58,7 @@ WAITS = {"template_variables_json": '{"wait": true}'}
 
 @pytest.mark.parametrize("budget", [0, 7])
 def test_reasoning_has_at_most_that_many_tokens(complete: Complete, budget: int) -> None:
-    """The tokens before the limit are those without one, and the answer goes on until its own end."""
+    """The tokens before the limit are the same as without one, and the answer continues to its own end."""
     free = ids_of(complete("hi"))
     limited = ids_of(complete("hi", thinking_token_budget=budget))
     undrafted = ids_of(complete("hi", thinking_token_budget=budget, start=pb.GenerationStart(max_draft_tokens=0)))
@@ -108,7 +108,7 @@ def test_each_choice_has_its_own(complete: Complete) -> None:
 
 
 def test_what_is_reported(complete: Complete) -> None:
-    """Reasoning and answer are told apart, and each token has its log-probabilities."""
+    """Reasoning and answer are separated, and each token has its log-probabilities."""
     output = pb.OutputOptions(parse_reasoning=True, logprobs=1)
     response = complete("hi", thinking_token_budget=6, temperature=0, start=pb.GenerationStart(output=output))
     [choice] = response.choices

@@ -1,4 +1,4 @@
-"""A router's side of KV events: what vLLM 0.33 decodes them with, and the index that it keeps."""
+"""A router's side of KV events: vLLM 0.33's decoder, and the index that a router keeps."""
 
 import asyncio
 from typing import Any
@@ -52,8 +52,8 @@ class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
 
 
 class Index:
-    """What a router knows of one service. A block's key is what such a router computes from a prompt, without the
-    service's hashes: the key of the block before, the tokens, and what else is in the hash."""
+    """A router's index of one service. A block's key is computed from a prompt, as routers do, without the service's
+    hashes: from the key of the block before, the tokens, and the other inputs of the hash."""
 
     def __init__(self):
         self.blocks: dict[str | None, dict[Any, Any]] = {"GPU": {}, "CPU": {}}
@@ -86,7 +86,7 @@ class Index:
         self.sessions.add(event.session_id)
         for number, block_hash in enumerate(event.block_hashes):
             extra = None if event.extra_keys is None else event.extra_keys[number]
-            # In host memory, the block before may have come and gone unseen.
+            # In host memory, the block before may have been stored and removed between batches.
             key = (self._keys.get(parent, parent), tuple(event.token_ids[number * size : (number + 1) * size]), extra)
             self._keys[block_hash] = key
             assert block_hash not in self.blocks[event.medium], "a block is stored twice"
@@ -94,7 +94,7 @@ class Index:
             parent = block_hash
 
     def texts(self):
-        """Every prefix that it knows, as (salt, text)."""
+        """Returns every prefix that it knows, as (salt, text)."""
 
         def read(key):
             before, token_ids, extra = key
@@ -105,7 +105,7 @@ class Index:
 
 
 class Subscriber:
-    """Subscribes, and asks for what it missed."""
+    """Subscribes, and requests a replay of missed batches."""
 
     def __init__(self, context, publisher, topic=b""):
         self.index = Index()

@@ -85,4 +85,4 @@ def test_consecutive_blocks_are_one_event(new_cache):
     cache.report()
     assert len(events) == 1
     assert events[0].count(b"BlockStored") == 1
-    assert events[0].count(b"acme") == 2, "the salt is named for the first block alone, in two places"
+    assert events[0].count(b"acme") == 2, "the salt is named only for the first block, in two places"

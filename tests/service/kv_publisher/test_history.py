@@ -1,4 +1,4 @@
-"""Batches that wait are limited; what is dropped leaves a gap, and can be sent again as long as it is kept."""
+"""The number of waiting batches is limited; dropped ones leave a gap, and can be replayed while they are kept."""
 
 from penstock.service.kv_publisher.history import BatchHistory
 

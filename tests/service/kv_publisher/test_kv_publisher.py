@@ -1,4 +1,4 @@
-"""KV events by ZeroMQ of a whole service: a router with vLLM's decoder knows which prefixes are cached."""
+"""KV events over ZeroMQ from a whole service: a router with vLLM's decoder knows which prefixes are cached."""
 
 import asyncio
 import hashlib

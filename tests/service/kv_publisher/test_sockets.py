@@ -1,4 +1,4 @@
-"""The publisher's thread: slow subscribers miss batches and get them again, at their own pace; none holds it up."""
+"""The publisher's thread: slow subscribers miss batches and get a replay at their own pace; none blocks it."""
 
 import asyncio
 
@@ -49,7 +49,7 @@ async def add_batches(publisher, history, number):
 
 
 async def read_replay(socket, first):
-    """Returns the numbers of the batches that are sent again."""
+    """Returns the numbers of the replayed batches."""
     numbers = []
     await socket.send_multipart((b"", first.to_bytes(8, "big")))
     async with asyncio.timeout(60):

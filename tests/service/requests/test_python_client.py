@@ -1,4 +1,4 @@
-"""Prompts in pieces, injection, superseding and idempotency keys, by the Python client."""
+"""Prompts in pieces, injection, superseding and idempotency keys with the Python client."""
 
 import pytest
 from letters import letters, paced

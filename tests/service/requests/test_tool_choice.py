@@ -134,7 +134,8 @@ async def complete(service, start):
 
 
 def test_markers_in_angle_brackets_are_tokens(tmp_path, byte_tokenizer):
-    """Also where the tokenizer does not call them special, as Qwen's: the grammar library has them as no text."""
+    """Also if the tokenizer does not mark them as special, as in Qwen's: the grammar library does not treat them as
+    text."""
     marks = ("<tool_call>", "</tool_call>", "plain")
     tokenizer = Tokenizer(write_thinker(tmp_path, byte_tokenizer.directory, "", marks))
     assert tokenizer.special_ids == {256, 257}

@@ -14,12 +14,12 @@ from penstock.service.parsers.registry import make_parser
 from penstock.service.text.tokenizer import Tokenizer
 
 HELD = "S" * 900
-"""A stop string of which any number of tokens may be the beginning."""
+"""A stop string: any number of its characters may be held back as its beginning."""
 NUM_HELD = 20
 
 
 def says(text, then):
-    """A slow worker that says ``text``, then one letter without end."""
+    """A slow worker that generates ``text``, then one letter forever."""
 
     prompt_length: list[int] = []
 
@@ -67,7 +67,7 @@ TOOL_TEMPLATE = "{{ tools or '' }}{% for m in messages %}<|turn|>{{ m.content }}
 
 
 def choices_of(stream):
-    """The text, the ids and the ends of each choice."""
+    """Returns the text, the ids and the ends of each choice."""
     found: dict[int, tuple[list[str], list[int], list[pb.ChoiceEnd]]] = {}
     for message in stream.reading.messages:
         for delta in message.deltas:

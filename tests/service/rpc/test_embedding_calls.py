@@ -145,7 +145,7 @@ class TestSlowReaders:
         first = await small.read()
         [kept] = calls._live
         large = service.embedding.Embed(request(*[[1]] * 600), metadata=(("authorization", "acme"),))
-        # It may have ended before anyone looks whether it has begun.
+        # It may have ended before the test checks whether it has begun.
         await until(lambda: service.engine.stats().finished == 2 and calls._live == {kept})
         assert calls._kept_bytes == kept.kept_bytes <= 3 << 20
         error = await failure(rest(large))

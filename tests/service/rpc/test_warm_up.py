@@ -1,4 +1,4 @@
-"""Prompts that are computed ahead: whom that costs what, and that the event loop does not do the work."""
+"""Prompts that are computed ahead: who is charged for them, and that the work is not done on the event loop."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ HASHES = [bytes([number]) * 32 for number in range(6)]
 
 
 class TestPaidPrefix:
-    """A block is paid once."""
+    """A block is charged once."""
 
     def test_what_has_been_paid(self):
         paid = PaidPrefix(BLOCK_SIZE)
@@ -144,7 +144,7 @@ async def test_threads_join_and_check_one_prompt_at_a_time(open_frames, monkeypa
         with lock:
             at_once += 1
             most_at_once = max(most_at_once, at_once)
-        time.sleep(0.002)  # others have time to begin
+        time.sleep(0.002)  # gives others time to begin
         whole = make_whole(pieces)
         with lock:
             at_once -= 1

@@ -1,5 +1,5 @@
-"""How reasoning with a limit is closed: the worker's tracker, with the markers of each format as the service spells
-them, against the parsers that read the output."""
+"""How reasoning with a limit is closed: compares the worker's tracker, with each format's markers as the service
+encodes them, with the parsers that read the output."""
 
 import random
 from collections.abc import Callable, Sequence

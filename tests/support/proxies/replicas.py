@@ -19,7 +19,8 @@ from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
 NUM_ROWS = 40
 LOADS = (32, 8)
-"""The rows that long requests hold, which do not come through the proxy: one replica has four times the other's."""
+"""The rows in use by long requests that do not pass through the proxy: one replica has four times as many as the
+other."""
 AT_ONCE = 4
 
 
@@ -30,7 +31,7 @@ class Replica:
     engine: Engine
     target: str
     metrics_target: str
-    """Of its page of metrics and its probes."""
+    """The address of its metrics and probes."""
 
 
 @asynccontextmanager
@@ -61,7 +62,7 @@ async def replicas(tokenizer: Tokenizer, *loads: int, heartbeat_s: float = HEART
             stream = GenerationServiceStub(channel).Generate()
             start = pb.GenerationStart(ref=1, text="hi", sampling=_sampling(4000, n=load))
             await stream.write(pb.GenerateRequest(start=start))
-            while engine.load().running < load:  # noqa: ASYNC110 - the engine tells nobody
+            while engine.load().running < load:  # noqa: ASYNC110 - the engine sends no event
                 await asyncio.sleep(0.01)
         yield running
 
@@ -69,7 +70,7 @@ async def replicas(tokenizer: Tokenizer, *loads: int, heartbeat_s: float = HEART
 async def share_of_second(
     proxy: str, running: list[Replica], num_requests: int, has_begun: Callable[[], Awaitable[bool]] | None = None
 ) -> float:
-    """Sends short requests through the proxy, a few at once, and returns the second replica's share of them. Those
+    """Sends short requests through the proxy, a few at once, and returns the second replica's share of them. Requests
     before ``has_begun`` do not count."""
     async with grpc.aio.insecure_channel(proxy) as channel:
         complete = GenerationServiceStub(channel).Complete

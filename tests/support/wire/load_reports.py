@@ -1,4 +1,4 @@
-"""Reads load reports from trailers. grpcio keeps them from applications: its core reads them for its balancers."""
+"""Reads load reports from trailers. grpcio hides them from applications: its core reads them for its own balancers."""
 
 import struct
 from collections.abc import Mapping
@@ -10,15 +10,14 @@ from wire.raw_http2 import SETTINGS, frame, raw_client
 from penstock.v1 import orca
 
 _TRUE_BINARY = 0xFE03
-"""The setting with which gRPC sends binary metadata as it is, and not in base64."""
+"""The setting with which gRPC sends binary metadata unencoded instead of in base64."""
 _CODES = {str(code.value[0]): code for code in grpc.StatusCode}
 
 
 async def end_of(
     target: str, path: str, *messages: bytes, metadata: Mapping[str, str] | None = None
 ) -> tuple[grpc.StatusCode, Any]:
-    """Makes a call with these messages, and half-closes it. Returns its code and the report in its trailers, of which
-    there must be one."""
+    """Makes a call with these messages, and half-closes it. Returns its code and the only report in its trailers."""
     async with raw_client(target, window=1 << 24) as client:
         client.send(frame(SETTINGS, struct.pack(">HI", _TRUE_BINARY, 1)))
         stream = client.begin(path, metadata)
@@ -44,6 +43,6 @@ def _values(block: bytes, name: str) -> list[bytes]:
                 shift, at = shift + 7, at + 1
                 if part[at - 1] < 128:
                     break
-        assert part[at] == 0, "it is not as it is"
+        assert part[at] == 0, "the value is encoded"
         values.append(part[at + 1 : at + size])
     return values

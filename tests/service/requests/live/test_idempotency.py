@@ -1,4 +1,4 @@
-"""Keys of requests, and whose are forgotten first."""
+"""Idempotency keys, and which tenants' keys are forgotten first."""
 
 import random
 from collections import Counter
@@ -10,7 +10,7 @@ from penstock.service.requests.live.idempotency import KEPT_S, MAX_FORGOTTEN, Id
 
 
 class Clock:
-    """Stands still until a test moves it."""
+    """A clock that stands still until a test advances it."""
 
     now = 1000.0
 
@@ -24,7 +24,7 @@ def clock():
 
 
 def use(keys, tenant, key):
-    """A request that ends well; False if the key was used before."""
+    """Runs a request that succeeds; returns False if the key was used before."""
     try:
         keys.begin(tenant, key, "request")
     except ServiceError:
@@ -34,7 +34,7 @@ def use(keys, tenant, key):
 
 
 def known(keys, tenant, candidates):
-    """The keys that are refused; those that are not are used and stay live, so that nothing else is forgotten."""
+    """Returns the keys that are refused. The others are used and stay live, so that nothing else is forgotten."""
     refused = []
     for key in candidates:
         try:

@@ -1,4 +1,4 @@
-"""Load reports: every call ends with one, whatever its end; their values follow the load; balancers can watch them."""
+"""Load reports: every call ends with one, however it ends; their values follow the load; balancers can watch them."""
 
 import asyncio
 from types import SimpleNamespace
@@ -25,7 +25,8 @@ from penstock.v1 import orca
 
 
 async def described_methods(channel):
-    """Every method that reflection describes, by its path; whether its response is a stream that may not end."""
+    """Returns every method that reflection describes, by its path, and whether its response is a stream that may not
+    end."""
     request = reflection_pb2.ServerReflectionRequest
     call = channel.stream_stream(
         "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
@@ -81,7 +82,7 @@ class TestTrailers:
         assert code is grpc.StatusCode.UNAUTHENTICATED
         assert report.application_utilization == MIN_UTILIZATION
         assert not report.request_cost
-        # So a balancer, which has no credentials, may watch them too.
+        # So a balancer, which has no credentials, may also watch them.
         assert (await subscribe(service.channel).read()).named_metrics == report.named_metrics
 
 
@@ -140,7 +141,7 @@ class World:
         return self.current
 
     def report(self, **load):
-        """The report of a later step with this load."""
+        """Returns the report of a later step with this load."""
         self.current = EngineLoad(state=load.pop("state", EngineState.SERVING), **load)
         self.now += MAX_AGE_S
         return orca.OrcaLoadReport.FromString(self.reporter.report())

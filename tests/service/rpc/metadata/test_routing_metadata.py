@@ -1,4 +1,4 @@
-"""What gateways say in the metadata of calls reaches the scheduler. Each test fails if its key is ignored."""
+"""Metadata from gateways reaches the scheduler. Each test fails if its key is ignored."""
 
 import time
 

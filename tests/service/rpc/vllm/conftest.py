@@ -1,4 +1,4 @@
-"""A service with the contract, and a caller that is a gateway."""
+"""A service with the contract, and a caller that acts as a gateway."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from penstock.service.rpc.contracts import ModelFiles
 
 @dataclass
 class Output:
-    """What one call of Generate brought."""
+    """The result of one call of Generate."""
 
     chunks: list[vllm.GenerateStreamChunk] = field(default_factory=list)
     completes: list[vllm.GenerateComplete] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The contract's other calls: what a gateway asks before it sends requests, and an operator's."""
+"""The contract's other calls: those that a gateway makes before it sends requests, and those of operators."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""Generate, Abort and Embed: what comes is what penstock.v1 gives for the same request, in the contract's messages."""
+"""Generate, Abort and Embed: the output is that of penstock.v1 for the same request, in the contract's messages."""
 
 import hashlib
 from typing import Any
@@ -217,7 +217,7 @@ async def test_a_worker_that_dies_changes_no_token(start_engine, new_output):
 
 
 class TestTranslation:
-    """What becomes of the contract's fields."""
+    """The translation of the contract's fields."""
 
     @staticmethod
     def start(**params):
@@ -242,7 +242,7 @@ class TestTranslation:
             "stop_token_ids": [4], "ignore_eos": True, "n": 2, "seed": 5, "logit_bias": {7: 1.5},
         }  # fmt: skip
         assert self.start(**given).sampling == pb.SamplingParams(**given)
-        assert not self.start(seed=-1).sampling.HasField("seed"), "vLLM's word for a random one"
+        assert not self.start(seed=-1).sampling.HasField("seed"), "vLLM's value for a random one"
         assert self.start(seed=-2).sampling.seed == 2**32 - 2
 
     def test_constraints(self):

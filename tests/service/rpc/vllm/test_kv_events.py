@@ -1,4 +1,5 @@
-"""SubscribeKvEvents: a mirror that counts every store and removal equals the cache, and the load says what runs."""
+"""SubscribeKvEvents: a mirror that counts every store and removal equals the cache, and the load reports the running
+requests."""
 
 import asyncio
 import hashlib
@@ -55,7 +56,7 @@ class Mirror:
             for block_hash in event.removed.block_hashes:
                 self.copies[block_hash] -= 1
             self._store(event.stored)
-        assert set(self.copies.values()) <= {0, 1}, "each store and each removal comes once"
+        assert set(self.copies.values()) <= {0, 1}, "each store and each removal is sent once"
 
     def _store(self, stored):
         parent = stored.parent_block_hash if stored.HasField("parent_block_hash") else None
@@ -167,11 +168,11 @@ async def test_the_load_says_what_runs_what_waits_and_how_long_nothing_came(star
     for each in calls:
         each.cancel()
     await follow(call, mirror, lambda: not mirror.loads[-1].running_requests)
-    assert mirror.loads[-1].token_usage == 0, "what is cached can be evicted"
+    assert mirror.loads[-1].token_usage == 0, "cached blocks can be evicted"
 
 
 class SlowContext:
-    """The context of a call whose client reads as many messages as it is let."""
+    """The context of a call whose client reads only as many messages as the test allows."""
 
     def __init__(self):
         self.messages = []
@@ -186,7 +187,7 @@ class SlowContext:
 
 
 class NoLoad:
-    """A load that never moves."""
+    """A load that never changes."""
 
     def core(self):
         return common.EngineLoad()
@@ -257,7 +258,7 @@ def test_what_is_stored_and_removed_between_batches_never_was():
     log.removed(hash_of(1))
     feed.advance()
     assert feed.is_up_to_date
-    assert feed.sequence == first, "there was nothing to tell"
+    assert feed.sequence == first, "there were no changes"
     store(log, 2)
     feed.advance()
     log.removed(hash_of(2))

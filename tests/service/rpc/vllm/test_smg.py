@@ -125,7 +125,7 @@ async def wait_for(replicas, number):
 
 
 async def check_cancels(http, replicas):
-    """A client that leaves: of a stream, for which smg sends Abort; and of a whole answer, which is a reset."""
+    """A client that disconnects: during a stream, smg sends Abort; during a whole answer, smg resets the call."""
     body = {"model": "demo", "messages": QUESTION, **ENDLESS}
     async with http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
         async for _ in events_of(response):
@@ -139,7 +139,7 @@ async def check_cancels(http, replicas):
 
 
 async def check_a_killed_worker(http, replicas):
-    """Its stream ends with the tokens that it would have had."""
+    """Its stream ends with the same tokens as without the failure."""
     body = {"max_tokens": 1500, "ignore_eos": True}
     expected = await text_of(http, **body)
     streaming = asyncio.create_task(text_of(http, **body))
@@ -168,7 +168,7 @@ def letter(history, sampling):
 
 
 async def test_requests_reach_the_replica_that_holds_their_prefix(start_engine, tmp_path):
-    """Each replica has some prefixes before smg knows them: only the events tell it which."""
+    """Each replica caches some prefixes before smg connects, so smg knows them only from the events."""
     engines = [await start_engine(FakeExecutor(vocab_size=258, next_token=letter), model_name="demo") for _ in range(2)]
     rng = random.Random(5)
     prompts = [prompt(rng) for _ in range(8)]
@@ -179,7 +179,7 @@ async def test_requests_reach_the_replica_that_holds_their_prefix(start_engine, 
             ids = [257, *text.removeprefix("<|turn|>").encode()]
             await engines[holder].output(ids, max_tokens=1)
         await until(lambda: all(engine.service.engine.stats().requests == 0 for engine in engines))
-        await asyncio.sleep(0.3)  # the events are on their way
+        await asyncio.sleep(0.3)  # wait for the events to arrive
         num_right = 0
         for number in range(40):
             index = rng.randrange(8)
