@@ -2,6 +2,7 @@
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from wire.frames import TEXT, append, begin, chat, commit, paced
@@ -16,18 +17,18 @@ from penstock.service.text.tokenizer import Tokenizer
 
 async def test_only_streams_keep_what_appends_need(open_frames, monkeypatch):
     """And only for requests that have passed their checks: it is a copy of the tools."""
-    copied = []
-    monkeypatch.setattr(injection, "chat_options", lambda options: copied.append(options) or pb.Chat())
+    copying = Mock(side_effect=injection.chat_options)
+    monkeypatch.setattr(injection, "chat_options", copying)
     stream = await open_frames()
     await stream.whole(chat=chat("x"))
     call = stream.service.generation.GenerateOne(pb.GenerateOneRequest(start=begin(chat=chat("x")).start))
     assert [message async for message in call]
     await stream.send(begin(chat=chat("x"), max_tokens=0))
     assert (await stream.finished()).status.code
-    assert not copied
+    assert not copying.called
     await stream.send(begin(ref=2, chat=chat("x")))
     await stream.finished(2)
-    assert len(copied) == 1
+    assert copying.call_count == 1
 
 
 class TestInjection:
