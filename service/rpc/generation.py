@@ -181,7 +181,6 @@ class GenerationService(pb_grpc.GenerationServiceServicer):
             on_end=unregister,
             answer=answer,
             time_left_s=None if call is None else call.time_remaining(),
-            takes_appends=call is None,
         )
         self._live.add(live)
         return live

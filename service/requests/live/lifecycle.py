@@ -77,10 +77,9 @@ class RequestLifecycle:
         on_end: Callable[["RequestLifecycle"], None],
         answer: ResponseMode = ResponseMode.STREAMED,
         time_left_s: float | None = None,
-        takes_appends: bool = True,
     ) -> None:
         """``start`` is the later argument of ``begin_request``. ``time_left_s`` is the time to the deadline, unless
-        ``start`` sets its own. ``takes_appends``: whether anything may be injected."""
+        ``start`` sets its own."""
         self.request_id = request_id
         self.ref = start.ref
         self.status = status_pb2.Status()
@@ -121,7 +120,6 @@ class RequestLifecycle:
         """Updates that arrived before that."""
         self._open: OpenPrompt | None = None
         """The prompt, until it is committed."""
-        self._takes_appends = takes_appends
         self._injections = Injections(request_context.engine, request_context.request_builder, request_id)
         self._idempotency_key = start.idempotency_key
         self._held = self._had_output = False
@@ -134,16 +132,22 @@ class RequestLifecycle:
         return self.finished is not None
 
     def begin_request(
-        self, start: pb.GenerationStart, after: asyncio.Task[None] | None = None, supersedes: Replaceable | None = None
+        self,
+        start: pb.GenerationStart,
+        after: asyncio.Task[None] | None = None,
+        supersedes: Replaceable | None = None,
+        *,
+        takes_appends: bool = False,
     ) -> None:
         """Checks the request and starts its preparation, unless its prompt is open. It enters the queue in place of
-        ``supersedes``, after the request that ``after`` prepares, unless that takes long. Never raises. Keeps no
-        reference to ``start``, whose prompt may have 4 MiB."""
+        ``supersedes``, after the request that ``after`` prepares, unless that takes long. With ``takes_appends``,
+        content may be injected into its output. Never raises. Keeps no reference to ``start``, whose prompt may have
+        4 MiB."""
         try:
             self.tenant = self._principal.tenant_for(start.tenant)
             self._request_context.engine.charge(self.tenant, Rated.REQUEST)  # first: a refusal counts too
             self._request_context.request_builder.check(start)
-            if self._takes_appends:
+            if takes_appends:
                 self._injections.allow(start)
             self._form = self._request_context.request_builder.output_form(start)
             replace_later(self, supersedes)
