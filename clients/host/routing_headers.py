@@ -45,6 +45,8 @@ class RoutingHeaders:
 
     fairness_id: str = ""
     """The tenant that the request is made for. Valid only if its caller may act for others."""
+    fairness_name: str = ""
+    """The name of the header that has it."""
     objective: str = ""
     ttft_slo_ms: int | None = None
     tpot_slo_ms: int | None = None
@@ -64,11 +66,13 @@ class RoutingHeaders:
         if not found:
             return NO_HEADERS
         request_id = _first(found, REQUEST_ID)[1]
+        fairness_name, fairness_id = _first(found, FAIRNESS_ID)
         session, session_id = _first(found, SESSION_ID)
         if session_id and not _is_id(session_id):
             raise RoutingHeaderError(session, f"must be at most {MAX_ID_BYTES} characters of printable ASCII")
         return cls(
-            fairness_id=_first(found, FAIRNESS_ID)[1],
+            fairness_id=fairness_id,
+            fairness_name=fairness_name,
             objective=_first(found, OBJECTIVE)[1],
             ttft_slo_ms=_milliseconds(*_first(found, TTFT_SLO), MAX_TTFT_MS),
             tpot_slo_ms=_milliseconds(*_first(found, TPOT_SLO), MAX_TPOT_MS),
@@ -80,7 +84,7 @@ class RoutingHeaders:
     def tenant(self) -> str:
         """The tenant, for a caller that may act for others. Raises RoutingHeaderError."""
         if self.fairness_id and not _TENANT.fullmatch(self.fairness_id):
-            raise RoutingHeaderError(FAIRNESS_ID[0], "must be a tenant: 1 to 64 characters of [A-Za-z0-9_.-]")
+            raise RoutingHeaderError(self.fairness_name, "must be a tenant: 1 to 64 characters of [A-Za-z0-9_.-]")
         return self.fairness_id
 
     def priority(self, objectives: Objectives) -> int | None:

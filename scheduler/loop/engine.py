@@ -106,7 +106,10 @@ class Engine:
             self._scheduler.add_request(request)
         except BaseException:
             self._forget(request.request_id)
-            raise
+            if request.request_id not in self._scheduler.requests:
+                raise
+            with self._failing_on_error():  # another request's end failed, and this one is added only in part
+                raise
         self._pump_soon()
 
     def charge(self, tenant: str, kind: Rated) -> None:
