@@ -63,6 +63,8 @@ class RoutingHeaders:
                 continue
             if found.setdefault(name, value.strip()) != value.strip() and name not in REQUEST_ID:
                 raise RoutingHeaderError(name, "has several values; send one")
+        if not found:
+            return NO_HEADERS
         request_id = _first(found, REQUEST_ID)[1]
         fairness_name, fairness_id = _first(found, FAIRNESS_ID)
         session, session_id = _first(found, SESSION_ID)
