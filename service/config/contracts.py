@@ -16,17 +16,33 @@ class ForeignContract(NamedTuple):
 
     module: str
     """The module with ``add_to_server``; see ``rpc.contracts``."""
-    service: str
-    """The full name of its gRPC service."""
+    services: tuple[str, ...]
+    """The full names of its gRPC services."""
     package: str
-    """The importable package with its messages."""
-    extra: str
-    """The extra that installs the package."""
+    """The importable package or module with its messages."""
+    remedy: str
+    """How to install the package."""
+
+    @property
+    def is_installed(self) -> bool:
+        try:
+            return importlib.util.find_spec(self.package) is not None
+        except ModuleNotFoundError:  # a parent of the module
+            return False
 
 
 CONTRACTS: Mapping[str, ForeignContract] = {
+    "openengine": ForeignContract(
+        "penstock.service.rpc.openengine.servicer",
+        ("openengine.v1.Control", "openengine.v1.Inference"),
+        "openengine.v1.openengine_pb2_grpc",
+        "install the bindings of OpenEngine (docs/openengine.md)",
+    ),
     "vllm": ForeignContract(
-        "penstock.service.rpc.vllm.servicer", "vllm.grpc.engine.VllmEngine", "smg_grpc_proto", "smg"
+        "penstock.service.rpc.vllm.servicer",
+        ("vllm.grpc.engine.VllmEngine",),
+        "smg_grpc_proto",
+        install_command("smg"),
     ),
 }
 """Every contract, by its name in the flag."""
@@ -43,8 +59,6 @@ def read_contracts(text: str | None) -> tuple[str, ...]:
             near = nearest(name, CONTRACTS)
             hint = f"; did you mean {near}?" if near else ""
             raise ConfigError(f"{FLAG}: there is no contract {name!r}{hint}; there is {', '.join(CONTRACTS)}")
-        if importlib.util.find_spec(contract.package) is None:
-            raise ConfigError(
-                f"{FLAG}: {name} needs a package that is not installed; {install_command(contract.extra)}, or omit it"
-            )
+        if not contract.is_installed:
+            raise ConfigError(f"{FLAG}: {name} needs a package that is not installed; {contract.remedy}, or omit it")
     return tuple(names)

@@ -2,9 +2,10 @@
 translates requests to those of penstock.v1 and responses back, and does not manage the life cycle of requests."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 
@@ -20,6 +21,9 @@ from penstock.service.rpc.health import Health
 from penstock.service.rpc.pooled_calls import PooledCalls
 from penstock.service.telemetry.recent_stats import RecentStats
 from penstock.service.text.tokenizer import TokenizerPool
+
+if TYPE_CHECKING:
+    from penstock.service.kv_publisher.publisher import KvEventPublisher
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,8 @@ class ContractParts:
     generates: bool
     files: ModelFiles | None
     """None if unknown: then the contract does not offer them."""
+    kv_publisher: Callable[[], "KvEventPublisher | None"]
+    """Returns the publisher of KV events over ZeroMQ, which starts after the contracts are added; None without one."""
 
 
 class AddedContract(Protocol):

@@ -2,8 +2,6 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -16,6 +14,8 @@ from penstock.service.auth.identity import current_principal
 from penstock.service.errors import ServiceError, StatusError, invalid, to_status
 from penstock.service.requests.generate import ResponseMode
 from penstock.service.rpc.contracts import ContractParts
+from penstock.service.rpc.foreign.live_calls import LiveCalls
+from penstock.service.rpc.foreign.protocol_errors import protocol_error
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.rpc.single_call import SingleCall, status_error
 from penstock.service.rpc.vllm.embedding import SingleEmbedBuilder, embed_request
@@ -24,7 +24,6 @@ from penstock.service.rpc.vllm.generation_start import generation_start, renamed
 from penstock.service.rpc.vllm.kv_events import KvEventStreams
 from penstock.service.rpc.vllm.load import LoadReader
 from penstock.service.rpc.vllm.output import OutputEncoder
-from penstock.service.rpc.vllm.protocol_errors import protocol_error
 from penstock.service.rpc.vllm.tokenizer_bundle import TokenizerBundle
 from penstock.service.transport.call_end import write
 
@@ -53,8 +52,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
         self._kv_events = KvEventStreams(parts.engine.kv_events, self._load)
         self._embed_builder = SingleEmbedBuilder(parts.embed_builder)
         self._bundle = None if parts.files is None else TokenizerBundle(parts.files, parts.pool.tokenizer)
-        self._live: dict[tuple[str, str], list[_Generation]] = {}
-        """The live requests by tenant and id. Several live requests may have the same id."""
+        self._live = LiveCalls()
 
     def close(self) -> None:
         self._kv_events.close()
@@ -75,7 +73,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
         answer = ResponseMode.WHOLE if is_whole else ResponseMode.STREAMED
         call = SingleCall(self._parts.generation, start, context, encoder, answer, error_of=generation.error_of)
         encoder.live = call.live
-        with self._registered((tenant, request.request_id), generation):
+        with self._live.registered(tenant, request.request_id, generation.abort):
             await call.run(start)
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
@@ -84,8 +82,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
             raise invalid("request_ids", f"at most {MAX_ABORTED_IDS:,}; there are {len(request.request_ids):,}")
         tenant = current_principal.get().tenant
         for request_id in request.request_ids:
-            for generation in list(self._live.get((tenant, request_id), ())):
-                generation.abort()
+            self._live.abort(tenant, request_id)
         return vllm.AbortResponse()
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
@@ -146,17 +143,6 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
 
     async def StopProfile(self, request: common.StopProfileRequest, context: Context) -> NoReturn:
         raise protocol_error(grpc.StatusCode.UNIMPLEMENTED, _NO_PROFILER)
-
-    @contextmanager
-    def _registered(self, key: tuple[str, str], generation: "_Generation") -> Iterator[None]:
-        live = self._live.setdefault(key, [])
-        live.append(generation)
-        try:
-            yield
-        finally:
-            live.remove(generation)
-            if not live:
-                del self._live[key]
 
 
 class _Generation:
