@@ -33,7 +33,7 @@ _STATES = {EngineState.STARTING: _STARTING, EngineState.SERVING: _READY, EngineS
 """The states of the engine; NOT_READY for all others."""
 
 
-class Facts:
+class ServerFacts:
     """Builds the responses for one service."""
 
     def __init__(self, parts: ContractParts) -> None:

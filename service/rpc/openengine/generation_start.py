@@ -1,5 +1,5 @@
-"""Translates a GenerateRequest and its metadata to a GenerationStart, and the fields' names in its errors back. What
-cannot be done is refused by name."""
+"""Translates a GenerateRequest and its metadata to a GenerationStart, and the fields' names in its errors back. Unsupported
+fields are refused by name."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -83,7 +83,7 @@ def renamed_status(status: status_pb2.Status, request: oe.GenerateRequest) -> st
 
 
 def stop_token_ids(stopping: oe.StoppingOptions) -> frozenset[int]:
-    """Returns the tokens at which the caller wants the output to end."""
+    """Returns the stop tokens that the caller requested."""
     return frozenset(each.stop_token_id for each in stopping.conditions if each.HasField("stop_token_id"))
 
 

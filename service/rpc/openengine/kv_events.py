@@ -22,7 +22,7 @@ from penstock.service.transport.call_end import write
 _HASH_ENCODING = "bytes"
 
 
-class KvEventStreams:
+class KvSubscriptions:
     """Serves all subscribers."""
 
     def __init__(self, log: KvEventLog) -> None:

@@ -32,7 +32,7 @@ _ERROR_CODES: Mapping[int, Any] = {
 """The contract's codes; ERROR_CODE_INTERNAL for all others."""
 
 
-class OutputEncoder:
+class EventEncoder:
     """Builds the messages of one request."""
 
     live: RequestLifecycle

@@ -14,11 +14,11 @@ from penstock.service.requests.generate import ResponseMode
 from penstock.service.rpc.contracts import ContractParts
 from penstock.service.rpc.foreign.live_calls import LiveCalls
 from penstock.service.rpc.foreign.protocol_errors import protocol_error
-from penstock.service.rpc.openengine.facts import Facts
+from penstock.service.rpc.openengine.facts import ServerFacts
 from penstock.service.rpc.openengine.generation_start import generation_start, renamed_status
-from penstock.service.rpc.openengine.kv_events import KvEventStreams, check_ranks
+from penstock.service.rpc.openengine.kv_events import KvSubscriptions, check_ranks
 from penstock.service.rpc.openengine.kv_sources import kv_sources
-from penstock.service.rpc.openengine.output import OutputEncoder
+from penstock.service.rpc.openengine.output import EventEncoder
 from penstock.service.rpc.single_call import SingleCall
 
 MAX_ENDED_IDS = 4096
@@ -55,8 +55,8 @@ class Inference(openengine_pb2_grpc.InferenceServicer):
         except ServiceError:
             self._parts.engine.charge(tenant, Rated.REQUEST)  # a refusal counts too
             raise
-        encoder = OutputEncoder(request, start, self._parts.pool.tokenizer.pieces)
-        generation = _Generation(encoder, request)
+        encoder = EventEncoder(request, start, self._parts.pool.tokenizer.pieces)
+        generation = _LiveGeneration(encoder, request)
         # The log-probabilities of a prompt are in one message.
         answer = ResponseMode.WHOLE if start.output.HasField("prompt_logprobs") else ResponseMode.STREAMED
         call = SingleCall(self._parts.generation, start, context, encoder, answer, error_of=generation.error_of)
@@ -84,8 +84,8 @@ class Control(openengine_pb2_grpc.ControlServicer):
     def __init__(self, parts: ContractParts, inference: Inference) -> None:
         self._parts = parts
         self._inference = inference
-        self._facts = Facts(parts)
-        self._kv_events = KvEventStreams(parts.engine.kv_events)
+        self._facts = ServerFacts(parts)
+        self._kv_events = KvSubscriptions(parts.engine.kv_events)
 
     def close(self) -> None:
         self._kv_events.close()
@@ -154,10 +154,10 @@ class Control(openengine_pb2_grpc.ControlServicer):
         await self._kv_events.subscribe(request, context)
 
 
-class _Generation:
+class _LiveGeneration:
     """A live request."""
 
-    def __init__(self, encoder: OutputEncoder, request: generation_pb2.GenerateRequest) -> None:
+    def __init__(self, encoder: EventEncoder, request: generation_pb2.GenerateRequest) -> None:
         self._encoder = encoder
         self._request = request
 

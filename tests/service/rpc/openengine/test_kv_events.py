@@ -17,7 +17,7 @@ from penstock.service.transport import call_end
 pytest.importorskip("openengine.v1", reason="the bindings of OpenEngine are not installed (docs/openengine.md)")
 from openengine.v1 import error_pb2, generation_pb2, kv_pb2 as oe
 
-from penstock.service.rpc.openengine.kv_events import KvEventStreams
+from penstock.service.rpc.openengine.kv_events import KvSubscriptions
 
 
 class Index:
@@ -185,7 +185,7 @@ def hash_of(number):
 async def test_a_subscriber_that_stops_reading_holds_up_nobody(monkeypatch):
     monkeypatch.setattr(call_end, "WRITE_PATIENCE_S", 0.3)
     log = KvEventLog(2, 300)
-    events = KvEventStreams(log)
+    events = KvSubscriptions(log)
     stalled: Any = SlowContext()
     reading: Any = SlowContext()
     for _ in range(10_000):
@@ -211,7 +211,7 @@ async def test_a_subscriber_that_stops_reading_holds_up_nobody(monkeypatch):
 
 async def test_a_subscriber_that_falls_behind_gets_the_whole_content_again():
     log = KvEventLog(2, 300)
-    events = KvEventStreams(log)
+    events = KvSubscriptions(log)
     slow: Any = SlowContext()
     task = asyncio.create_task(events.subscribe(oe.SubscribeKvEventsRequest(include_snapshot=True), slow))
     index = Index()
