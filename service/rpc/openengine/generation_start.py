@@ -1,5 +1,5 @@
-"""Translates a GenerateRequest and its metadata to a GenerationStart, and the fields' names in its errors back. Unsupported
-fields are refused by name."""
+"""Translates a GenerateRequest and its metadata to a GenerationStart, and the fields' names in its errors back.
+Unsupported fields are refused by name."""
 
 import re
 from collections.abc import Iterable, Mapping

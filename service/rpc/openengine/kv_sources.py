@@ -7,9 +7,6 @@ from openengine.v1 import kv_pb2 as oe
 
 from penstock.service.kv_publisher.publisher import KvEventPublisher
 
-_BATCHES_OF_VLLM = 1
-"""The version of the batches: those of vLLM 0.33."""
-
 
 def kv_sources(publisher: KvEventPublisher | None) -> list[oe.KvEventSource]:
     """Returns the publisher as a source; none if there is no publisher, or other machines and programs cannot connect
@@ -29,7 +26,6 @@ def kv_sources(publisher: KvEventPublisher | None) -> list[oe.KvEventSource]:
             replay_endpoint="" if replay is None else f"tcp://{replay.host}:{replay.port}",
             data_parallel_rank=0,
             encoding="msgpack",
-            schema_version=_BATCHES_OF_VLLM,
             buffer_steps=config.buffer_steps if replay is not None else 0,
             hwm=config.hwm,
             max_queue_size=config.max_queue_size,
@@ -64,7 +60,7 @@ def _own_address() -> str | None:
     """Returns the address of the interface with the default route. Connecting a UDP socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # a network for documentation, which no machine is in
+            probe.connect(("192.0.2.1", 9))  # an address for documentation
         except OSError:
             return None
         host: str = probe.getsockname()[0]

@@ -68,8 +68,13 @@ class EventEncoder:
             messages += self._ends(finished)
         return messages
 
+    @property
+    def request_id(self) -> str:
+        """The caller's id of the request; the service's own if there is none."""
+        return self._request.request_id or self.live.request_id
+
     def _message(self, **event: object) -> oe.GenerateResponse:
-        return oe.GenerateResponse(request_id=self._request.request_id, **event)
+        return oe.GenerateResponse(request_id=self.request_id, **event)
 
     def _outputs(self, index: int, deltas: Sequence[SequenceDelta]) -> list[oe.GenerateResponse]:
         """Returns the messages for new output of one choice, with its end."""

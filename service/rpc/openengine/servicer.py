@@ -61,11 +61,11 @@ class Inference(openengine_pb2_grpc.InferenceServicer):
         answer = ResponseMode.WHOLE if start.output.HasField("prompt_logprobs") else ResponseMode.STREAMED
         call = SingleCall(self._parts.generation, start, context, encoder, answer, error_of=generation.error_of)
         encoder.live = call.live
-        with self.live.registered(tenant, request.request_id, generation.abort):
+        with self.live.registered(tenant, encoder.request_id, generation.abort):
             try:
                 await call.run(start)
             finally:
-                self._keep_id(tenant, request.request_id)
+                self._keep_id(tenant, encoder.request_id)
 
     def has_ended(self, tenant: str, request_id: str) -> bool:
         """Returns whether a request with this id ended not long ago."""
@@ -118,7 +118,7 @@ class Control(openengine_pb2_grpc.ControlServicer):
         """Ends the caller's request with this id, or all requests of its tenant in this contract."""
         tenant, inference = current_principal.get().tenant, self._inference
         match request.WhichOneof("target"):
-            case "request_id":
+            case "request_id" if request.request_id:
                 count = inference.live.abort(tenant, request.request_id)
                 if not count and inference.has_ended(tenant, request.request_id):
                     return lifecycle_pb2.AbortResponse(status=lifecycle_pb2.ABORT_STATUS_ALREADY_FINISHED)

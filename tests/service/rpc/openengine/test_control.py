@@ -12,7 +12,7 @@ from penstock.service.config.kv_events import KvEventsConfig
 
 pytest.importorskip("openengine.v1", reason="the bindings of OpenEngine are not installed (docs/openengine.md)")
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from openengine.v1 import kv_pb2, lifecycle_pb2, lora_pb2, model_pb2, openengine_pb2, server_pb2
+from openengine.v1 import generation_pb2, kv_pb2, lifecycle_pb2, lora_pb2, model_pb2, openengine_pb2, server_pb2
 
 PROMPT = list(b"a prompt of more than two blocks of sixteen tokens")
 READY, NOT_READY = lifecycle_pb2.HEALTH_STATE_READY, lifecycle_pb2.HEALTH_STATE_NOT_READY
@@ -53,6 +53,27 @@ async def test_the_model_and_what_generate_supports(start_engine, policy):
         with pytest.raises(grpc.aio.AioRpcError, match="the served model is bytes") as error:
             await engine.control.GetModelInfo(model_pb2.GetModelInfoRequest(model=model))
         assert error.value.code() is code
+
+
+async def test_the_limits_of_the_model_are_those_of_generate(start_engine):
+    engine = await start_engine()
+    limits = (await engine.control.GetModelInfo(model_pb2.GetModelInfoRequest(model="bytes"))).generation
+
+    def request(num_sequences, top_n):
+        selection = generation_pb2.CandidateTokenSelection(top_n=top_n)
+        return {
+            "sampling": generation_pb2.SamplingParams(num_sequences=num_sequences),
+            "response": generation_pb2.ResponseOptions(output_candidates=selection, prompt_candidates=selection),
+            "stopping": generation_pb2.StoppingOptions(max_tokens=1),
+        }
+
+    most = limits.max_num_sequences, limits.output_logprobs.max_top_n
+    output = await engine.output([1, 2], **request(*most))
+    assert (len(output.finished), len(output.tokens[0][0].candidates)) == most
+    for beyond in ((most[0] + 1, most[1]), (most[0], most[1] + 1)):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await engine.output([1, 2], **request(*beyond))
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_the_load(start_engine):

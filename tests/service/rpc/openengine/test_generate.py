@@ -146,11 +146,22 @@ async def test_an_abort_ends_the_stream_by_itself(start_engine, new_output):
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await abort(engine, request_id="unknown")
     assert error.value.code() is grpc.StatusCode.NOT_FOUND
-    for wrong in ({}, {"kv_session": kv_pb2.KvSessionRef(session_id="x")}):
+    for wrong in ({}, {"request_id": ""}, {"kv_session": kv_pb2.KvSessionRef(session_id="x")}):
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await abort(engine, **wrong)
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert len((await new_output().read(other)).token_ids()) == 200, "nothing of this cost the other request a token"
+
+
+async def test_a_request_without_an_id_gets_one(start_engine, new_output):
+    engine = await start_engine(slow())
+    calls = [engine.generate(PROMPT, request_id="", **ENDLESS) for _ in range(2)]
+    ids = [(await call.read()).request_id for call in calls]
+    assert len(set(ids)) == 2
+    await abort(engine, request_id=ids[0])
+    assert (await new_output().read(calls[0])).finished[0].reason == oe.FINISH_REASON_CANCELLED
+    assert engine.service.engine.stats().running == 1
+    calls[1].cancel()
 
 
 async def test_an_abort_ends_only_the_tenants_own_requests(start_engine, keys, metadata_of, new_output):
@@ -327,7 +338,9 @@ class TestTranslation:
         expected = pb.GenerationStart(text="x", sampling=pb.SamplingParams())
         expected.output.format = pb.OUTPUT_FORMAT_TEXT_AND_TOKEN_IDS
         assert self.start() == expected
-        zeros = dict.fromkeys(("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"), 0.0)
+        zeros: dict[str, Any] = dict.fromkeys(
+            ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"), 0.0
+        )
         assert self.start(sampling=oe.SamplingParams(**zeros)).sampling == pb.SamplingParams(**zeros)
 
     def test_values_are_kept(self):
