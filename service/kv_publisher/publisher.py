@@ -44,7 +44,8 @@ class KvEventPublisher:
                     "others out with a firewall or a network policy",
                     endpoint,
                 )
-        _log.info("KV events are published at %s; replay: %s", self.endpoint, self.replay_endpoint or "none")
+        verb, replays = "listens on" if self.listens else "connects to", self.replay_endpoint or "none"
+        _log.info("KV events: the service %s %s; replays: %s", verb, self.endpoint, replays)
         self._task = asyncio.create_task(self._run(), name="penstock KV events")
 
     async def close(self) -> None:
