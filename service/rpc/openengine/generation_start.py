@@ -5,13 +5,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from google.rpc import status_pb2
 from openengine.v1 import generation_pb2 as oe
 
 import penstock.v1 as pb
 from penstock.clients.host.routing_headers import MAX_PRIORITY
 from penstock.service.errors import invalid
-from penstock.service.rpc.foreign import protocol_errors
 from penstock.service.rpc.foreign.grammars import set_grammar
 
 PRIORITY, ROUTING_KEY, TARGET_RANK = "openengine-priority", "openengine-routing-key", "openengine-target-dp-rank"
@@ -24,7 +22,7 @@ _INT32 = re.compile(r"[+-]?[0-9]{1,10}")
 _UINT32 = re.compile(r"[0-9]{1,10}")
 _BACKEND = "llguidance"
 """The only grammar backend."""
-_OWN_NAMES: Mapping[str, str] = {
+_FIELD_NAMES: Mapping[str, str] = {
     "client_request_id": "request_id",
     "constraint": "guided",
     "constraint.choices": "guided.choice",
@@ -77,9 +75,9 @@ def generation_start(request: oe.GenerateRequest, metadata: Iterable[tuple[str, 
     return start
 
 
-def renamed_status(status: status_pb2.Status, request: oe.GenerateRequest) -> status_pb2.Status:
-    """Returns the status of a request, with the contract's name for the field that is wrong, if one is."""
-    return protocol_errors.renamed_status(status, {**_OWN_NAMES, **_condition_names(request.stopping)})
+def field_names(request: oe.GenerateRequest) -> Mapping[str, str]:
+    """Returns the contract's names of fields, by those of penstock.v1."""
+    return {**_FIELD_NAMES, **_condition_names(request.stopping)}
 
 
 def stop_token_ids(stopping: oe.StoppingOptions) -> frozenset[int]:

@@ -14,7 +14,8 @@ import penstock.v1 as pb
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import EngineFinishReason, SequenceDelta, StopMatch
 from penstock.service.requests.live.lifecycle import RequestLifecycle
-from penstock.service.rpc.openengine.generation_start import renamed_status, stop_token_ids
+from penstock.service.rpc.contracts import renamed_status
+from penstock.service.rpc.openengine.generation_start import field_names, stop_token_ids
 from penstock.service.streaming.pending_message import PendingMessage
 from penstock.service.text.token_table import TokenTextTable
 
@@ -126,7 +127,7 @@ class EventEncoder:
         can_retry = any(detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR) for detail in status.details)
         return error_pb2.EngineError(
             code=_ERROR_CODES.get(status.code, error_pb2.ERROR_CODE_INTERNAL),
-            message=renamed_status(status, self._request).message,
+            message=renamed_status(status, field_names(self._request)).message,
             retryable=can_retry or status.code == code_pb2.UNAVAILABLE,
         )
 

@@ -11,15 +11,14 @@ from penstock.scheduler.planning.rate_limit import Rated
 from penstock.service.auth.identity import current_principal
 from penstock.service.errors import ServiceError, StatusError, invalid
 from penstock.service.requests.generate import ResponseMode
-from penstock.service.rpc.contracts import ContractParts
+from penstock.service.rpc.contracts import ContractParts, protocol_error, renamed_status
 from penstock.service.rpc.foreign.live_calls import LiveCalls
-from penstock.service.rpc.foreign.protocol_errors import protocol_error
 from penstock.service.rpc.openengine.facts import ServerFacts
-from penstock.service.rpc.openengine.generation_start import generation_start, renamed_status
+from penstock.service.rpc.openengine.generation_start import field_names, generation_start
 from penstock.service.rpc.openengine.kv_events import KvSubscriptions, check_ranks
 from penstock.service.rpc.openengine.kv_sources import kv_sources
 from penstock.service.rpc.openengine.output import EventEncoder
-from penstock.service.rpc.single_call import SingleCall
+from penstock.service.rpc.single_call import SingleCall, status_error
 
 MAX_ENDED_IDS = 4096
 """How many ids of ended requests are kept for Abort."""
@@ -172,4 +171,4 @@ class _LiveGeneration:
         is_reported = self._encoder.is_aborted or (
             self._encoder.live.was_accepted and status.code != code_pb2.DEADLINE_EXCEEDED
         )
-        return None if not status.code or is_reported else StatusError(renamed_status(status, self._request))
+        return None if is_reported else status_error(renamed_status(status, field_names(self._request)))

@@ -1,5 +1,4 @@
-"""Translates a GenerateRequest to a GenerationStart, and the fields' names in its errors back. Unsupported fields are
-refused by name.
+"""Translates a GenerateRequest to a GenerationStart. Unsupported fields are refused by name.
 
 In the contract's SamplingParams, a field without presence is taken literally even if it is 0, except where 0 makes no
 sense: there, 0 means that it is off.
@@ -7,12 +6,10 @@ sense: there, 0 means that it is off.
 
 from collections.abc import Mapping
 
-from google.rpc import status_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 import penstock.v1 as pb
 from penstock.service.errors import invalid
-from penstock.service.rpc.foreign import protocol_errors
 from penstock.service.rpc.foreign.grammars import set_grammar
 
 _TEXT_ONLY = "is not supported: the model takes only text; omit it"
@@ -27,7 +24,7 @@ _UNSUPPORTED: Mapping[str, str] = {
 """Fields of a GenerateRequest that must not be set, each with the reason."""
 _RANDOM_SEED = -1
 """vLLM's value for no seed."""
-_OWN_NAMES: Mapping[str, str] = {
+FIELD_NAMES: Mapping[str, str] = {
     "client_request_id": "request_id",
     "constraint": "sampling_params",
     "constraint.choices": "sampling_params.choice",
@@ -126,8 +123,3 @@ def _not_negative(field: str, value: int) -> int:
     if value < 0:
         raise invalid(field, f"must not be negative; it is {value}")
     return value
-
-
-def renamed_status(status: status_pb2.Status) -> status_pb2.Status:
-    """Returns the status of a request, with the contract's name for the field that is wrong, if one is."""
-    return protocol_errors.renamed_status(status, _OWN_NAMES)

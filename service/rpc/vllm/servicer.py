@@ -13,14 +13,13 @@ from penstock.scheduler.planning.rate_limit import Rated
 from penstock.service.auth.identity import current_principal
 from penstock.service.errors import ServiceError, StatusError, invalid, to_status
 from penstock.service.requests.generate import ResponseMode
-from penstock.service.rpc.contracts import ContractParts
+from penstock.service.rpc.contracts import ContractParts, protocol_error, renamed_status
 from penstock.service.rpc.foreign.live_calls import LiveCalls
-from penstock.service.rpc.foreign.protocol_errors import protocol_error
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.rpc.single_call import SingleCall, status_error
 from penstock.service.rpc.vllm.embedding import SingleEmbedBuilder, embed_request
 from penstock.service.rpc.vllm.facts import Facts
-from penstock.service.rpc.vllm.generation_start import generation_start, renamed_status
+from penstock.service.rpc.vllm.generation_start import FIELD_NAMES, generation_start
 from penstock.service.rpc.vllm.kv_events import KvEventStreams
 from penstock.service.rpc.vllm.load import LoadReader
 from penstock.service.rpc.vllm.output import OutputEncoder
@@ -89,7 +88,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
         try:
             return await self._parts.pooled_calls.serve(self._embed_builder, embed_request(request), context)
         except ServiceError as error:
-            raise StatusError(renamed_status(to_status(error, current_request_id.get()))) from None
+            raise StatusError(renamed_status(to_status(error, current_request_id.get()), FIELD_NAMES)) from None
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
         return vllm.HealthCheckResponse(healthy=self._parts.health.is_ready, message=self._engine.state.name.lower())
@@ -159,4 +158,4 @@ class _Generation:
 
     def error_of(self, status: status_pb2.Status) -> StatusError | None:
         """Returns the error that ends the call of a request with this status; None if it succeeded or was aborted."""
-        return None if self._encoder.is_aborted else status_error(renamed_status(status))
+        return None if self._encoder.is_aborted else status_error(renamed_status(status, FIELD_NAMES))
