@@ -14,9 +14,9 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from penstock.kv.events import KvEventLog
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.rpc.contracts import protocol_error
 from penstock.service.rpc.vllm.kv_feed import KvFeed
 from penstock.service.rpc.vllm.load import LoadReader, has_moved
-from penstock.service.rpc.vllm.protocol_errors import protocol_error
 from penstock.service.transport.call_end import write
 
 _log = logging.getLogger(__name__)
