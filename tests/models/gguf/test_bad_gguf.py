@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import gguf
 import numpy as np
@@ -279,7 +280,7 @@ ODD = [
 def header_of(family, values):
     """Returns a header with these metadata and no tensor but one."""
     metadata = {f"{family}.{key}": value for key, value in values.items() if value is not None}
-    tensors = {"token_embd.weight": SimpleNamespace(shape=(1000, 64))}
+    tensors: Any = {"token_embd.weight": SimpleNamespace(shape=(1000, 64))}
     return GgufHeader(Path("x.gguf"), metadata | {"general.architecture": family}, {}, tensors)
 
 

@@ -143,9 +143,11 @@ async def test_an_engine_that_cannot_end_the_superseded_request_fails(executor, 
     await engine.start()
     try:
         submit(engine, "old", max_tokens=4000)
-        monkeypatch.setattr(engine._scheduler.kv.pool, "retain", None)
-        engine._scheduler.requests["old"].request.retain_s = 9.0
-        engine._scheduler.requests["old"].started_at = 0.0
+        scheduler = engine._scheduler
+        assert scheduler is not None
+        monkeypatch.setattr(scheduler.kv.pool, "retain", None)
+        scheduler.requests["old"].request.retain_s = 9.0
+        scheduler.requests["old"].started_at = 0.0
         with pytest.raises(TypeError):
             submit(engine, "new", supersedes="old")
         assert engine.state is EngineState.FAILED

@@ -1,6 +1,8 @@
 """The publisher's thread: slow subscribers miss batches and get a replay at their own pace; none blocks it."""
 
 import asyncio
+import threading
+from typing import Any
 
 import pytest
 import zmq
@@ -128,7 +130,7 @@ async def test_an_answer_that_is_not_read_keeps_its_place(publish, context, monk
 async def test_sockets_are_closed_if_no_thread_can_start(monkeypatch):
     contexts = []
 
-    class Context(zmq.Context):
+    class Context(zmq.Context[Any]):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             contexts.append(self)
@@ -137,7 +139,7 @@ async def test_sockets_are_closed_if_no_thread_can_start(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(zmq, "Context", Context)
-    monkeypatch.setattr(sockets.Thread, "start", fail)
+    monkeypatch.setattr(threading.Thread, "start", fail)
     with pytest.raises(RuntimeError):
         PublisherSockets(KvEventsConfig(enable_kv_cache_events=True, endpoint=ANY), BatchHistory(1, 1))
     assert contexts[0].closed
