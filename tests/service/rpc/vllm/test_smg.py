@@ -152,7 +152,7 @@ async def check_a_killed_worker(http, replicas):
 
 
 async def test_openais_api_cancels_and_a_killed_worker(replicas, tmp_path):
-    async with running_smg(tmp_path, *(replica.target for replica in replicas)) as http:
+    async with running_smg(tmp_path, *(f"grpc://{replica.target}" for replica in replicas)) as http:
         await check_api(http)
         await check_cancels(http, replicas)
         await check_a_killed_worker(http, replicas)
@@ -173,7 +173,7 @@ async def test_requests_reach_the_replica_that_holds_their_prefix(start_engine, 
     rng = random.Random(5)
     prompts = [prompt(rng) for _ in range(8)]
     holders = [number % 2 for number in range(8)]
-    async with running_smg(tmp_path, *(engine.service.target for engine in engines)) as http:
+    async with running_smg(tmp_path, *(f"grpc://{engine.service.target}" for engine in engines)) as http:
         for messages, holder in zip(prompts, holders, strict=True):
             text = "<|turn|>system\n" + messages[0]["content"]
             ids = [257, *text.removeprefix("<|turn|>").encode()]
@@ -200,7 +200,7 @@ async def test_of_200_requests_at_least_95_percent_reach_their_prefix(replicas, 
         async with AsyncClient(replicas[number % 2].target) as client:
             await client.complete([ChatMessage(role="system", content=messages[0]["content"])], max_tokens=1)
     limit = asyncio.Semaphore(4)
-    async with running_smg(tmp_path, *(replica.target for replica in replicas)) as http:
+    async with running_smg(tmp_path, *(f"grpc://{replica.target}" for replica in replicas)) as http:
 
         async def is_cached(number):
             question = {"role": "user", "content": f"question {number}"}
