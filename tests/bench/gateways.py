@@ -1,19 +1,21 @@
 """The time to the first text of a chat: over gRPC, over HTTP, and through Envoy and smg in front of either.
 
 One `penstock serve` with the demo model, its HTTP gateway, two Envoys and two smgs run all the time, on the same cores
-as the client. The ways take turns, and no prompt is sent twice. The shared prefixes are in the cache before the first
-measured turn. Each request is a chat with the same options, and over gRPC a call of its own (`GenerateOne`).
+as the client; the worker has one thread. In each round every way has a short turn, in random order, and no prompt is
+sent twice. Shared prefixes are in the cache before the first measured turn. Each request is a chat with the same
+options, and over gRPC a call of its own (`GenerateOne`).
 """
 
 import argparse
 import asyncio
 import itertools
+import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -38,10 +40,16 @@ GRPC_ENVOY, HTTP_ENVOY = "gRPC through Envoy", "HTTP through Envoy"
 SMG_GRPC, SMG_HTTP = "smg with grpc://", "smg with http://"
 BASES = {GRPC: (GRPC_ENVOY, HTTP, HTTP_ENVOY, SMG_GRPC, SMG_HTTP), HTTP: (HTTP_ENVOY, SMG_GRPC, SMG_HTTP)}
 """The direct ways, each with the ways that are compared with it. smg's clients use HTTP, whatever its workers use."""
-FLAGS = ("--contracts=vllm", "--port=0", "--http-port=0", "--metrics-listen=off", "--admin-listen=off")
+FLAGS = (
+    "--contracts=vllm", "--port=0", "--http-port=0", "--metrics-listen=off", "--admin-listen=off", "--threads=1",
+    "--log-level=warning",
+)  # fmt: skip
 VOCAB_SIZE = 4000
-"""Each id becomes one of 90 words."""
+"""Each id becomes one of a few words."""
 NUM_PREFIXES = 8
+NUM_RESAMPLES = 200
+NUM_LINES = 10
+"""Lines of progress for each load."""
 OPTIONS = {**DEFAULT_OPTIONS, "return_token_ids": None}
 """Without ids: smg sends none over grpc://, so the first text counts for every way."""
 
@@ -75,15 +83,8 @@ class Turn:
         return itertools.islice(self.rest, self.num_requests)
 
 
-@dataclass
-class Times:
-    """What was measured of one way, in ms."""
-
-    rounds: list[list[float]] = field(default_factory=list)
-
-    def at(self, share: float) -> float:
-        """Returns a quantile over all rounds."""
-        return quantile(sorted(itertools.chain(*self.rounds)), share)
+Rounds = Sequence[list[float]]
+"""The times of one way, in ms."""
 
 
 def main() -> int:
@@ -91,8 +92,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--through", nargs="*", choices=["envoy", "smg"], default=["envoy", "smg"],
                         help="the gateways to measure besides the direct ways (default: both)")  # fmt: skip
-    parser.add_argument("--requests", type=int, default=1000, help="for each way and load (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=20, help="turns of each way (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=1200, help="for each way and load (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=100, help="turns of each way (default: %(default)s)")
     parser.add_argument("--concurrency", type=int, default=4, help="requests at a time (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=32, help="words of a prompt (default: %(default)s)")
     parser.add_argument("--prefix", type=int, nargs="+", default=[0, 2000],
@@ -127,14 +128,14 @@ async def _benchmark(arguments: argparse.Namespace) -> None:
             )
             shared = f" after one of {NUM_PREFIXES} shared prefixes of {prefix:,} words" if prefix else ""
             print(f"prompts of {arguments.prompt} words{shared}, outputs of {arguments.output} tokens, "
-                  f"{arguments.concurrency} requests at a time; ms to the first text, p50 of each round:")  # fmt: skip
-            print(f"{'':8}" + "".join(f"{name:>20}" for name in ways), flush=True)
+                  f"{arguments.concurrency} requests at a time; p50 so far:")  # fmt: skip
+            print(f"{'rounds':8}" + "".join(f"{name:>20}" for name in ways), flush=True)
             _report(await _measure(ways, load, arguments))
 
 
 async def _open_ways(stack: AsyncExitStack, through: Sequence[str]) -> dict[str, BenchTarget]:
     """Starts the service and the gateways; returns a caller for each way."""
-    _, greeting = stack.enter_context(serving("demo", *FLAGS, "--log-level=warning"))
+    _, greeting = stack.enter_context(serving("demo", *FLAGS))
     service, gateway = target_of(greeting), http_target_of(greeting)
     addresses = {GRPC: service, HTTP: gateway}
     if "envoy" in through:
@@ -163,37 +164,63 @@ def _folder(stack: AsyncExitStack) -> Path:
     return Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
 
-async def _measure(ways: dict[str, BenchTarget], load: RandomLoad, arguments: argparse.Namespace) -> dict[str, Times]:
-    """The ways take turns, each time with another one first. Round 0 is not measured."""
-    arrivals = ClosedLoop(arguments.concurrency)
+async def _measure(
+    ways: dict[str, BenchTarget], load: RandomLoad, arguments: argparse.Namespace
+) -> Mapping[str, Rounds]:
+    """The ways take turns. Round 0 is not measured."""
+    rng = random.Random(0)
     rest = load.conversations()
-    measured = {name: Times() for name in ways}
+    turn = Turn(rest, ClosedLoop(arguments.concurrency), -(-arguments.requests // arguments.rounds))
+    measured: dict[str, list[list[float]]] = {name: [] for name in ways}
     for number in range(1 + arguments.rounds):
-        first = number % len(ways)
-        p50s = {}
-        for name in [*ways][first:] + [*ways][:first]:
-            report = await run(Turn(rest, arrivals, -(-arguments.requests // arguments.rounds)), ways[name])
+        for name in rng.sample([*ways], len(ways)):
+            report = await run(turn, ways[name])
             times = [1e3 * record.ttft_s for record in report.ok if record.ttft_s is not None]
             assert len(times) == len(report.records), (name, report.failures, report.records[0].error)
-            p50s[name] = quantile(sorted(times), 0.5)
             if number:
-                measured[name].rounds.append(times)
-        label = f"{number:>2} of {arguments.rounds}" if number else "warm-up"
-        print(f"{label:8}" + "".join(f"{p50s[name]:20.2f}" for name in ways), flush=True)
+                measured[name].append(times)
+        if number and number % -(-arguments.rounds // NUM_LINES) == 0:
+            p50s = "".join(f"{_quantile(rounds, 0.5):20.2f}" for rounds in measured.values())
+            print(f"{number:<8}{p50s}", flush=True)
     return measured
 
 
-def _report(measured: dict[str, Times]) -> None:
-    """Prints each way's times and what they are above those of the direct ways."""
-    print(f"\n{'all rounds, ms':20}{'requests':>10}{'p50':>10}{'p99':>10}"
-          + "".join(f"{f'over {base}: p50':>20}{'p99':>10}" for base in BASES))  # fmt: skip
-    for name, times in measured.items():
-        line = f"{name:20}{sum(map(len, times.rounds)):10,}{times.at(0.5):10.2f}{times.at(0.99):10.2f}"
-        for base, compared in BASES.items():
-            above = [times.at(share) - measured[base].at(share) for share in (0.5, 0.99)]
-            line += f"{above[0]:+20.2f}{above[1]:+10.2f}" if name in compared else " " * 30
-        print(line.rstrip())
+def _report(measured: Mapping[str, Rounds]) -> None:
+    """Prints each way's times, and how much longer they are than those of the direct ways."""
+    print(f"\n{'ms to the first text':24}{'requests':>10}{'p50':>10}{'p99':>10}")
+    for name, rounds in measured.items():
+        count = sum(map(len, rounds))
+        print(f"{name:24}{count:10,}{_quantile(rounds, 0.5):10.2f}{_quantile(rounds, 0.99):10.2f}")
+    for base, compared in BASES.items():
+        print(f"{f'more than {base}, ms':24}{'p50':>10}{'95 % interval':>20}{'p99':>10}{'95 % interval':>20}")
+        for name in compared:
+            if name in measured:
+                parts = (_difference(measured[name], measured[base], share) for share in (0.5, 0.99))
+                print(
+                    f"{name:24}"
+                    + "".join(f"{more:+10.2f}{f'{low:+.2f} to {high:+.2f}':>20}" for more, low, high in parts)
+                )
     print(flush=True)
+
+
+def _quantile(rounds: Rounds, share: float) -> float:
+    return quantile(sorted(itertools.chain(*rounds)), share)
+
+
+def _difference(rounds: Rounds, base: Rounds, share: float) -> tuple[float, float, float]:
+    """Returns how much greater a quantile is, and the interval that 95 % of resampled rounds give."""
+    rng = random.Random(0)
+    pairs = [*zip(rounds, base, strict=True)]
+    resampled = []
+    for _ in range(NUM_RESAMPLES):
+        left, right = zip(*rng.choices(pairs, k=len(pairs)), strict=True)
+        resampled.append(_quantile(left, share) - _quantile(right, share))
+    resampled.sort()
+    return (
+        _quantile(rounds, share) - _quantile(base, share),
+        quantile(resampled, 0.025),
+        quantile(resampled, 0.975),
+    )
 
 
 if __name__ == "__main__":
