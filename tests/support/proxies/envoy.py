@@ -51,6 +51,15 @@ def for_http(config: Config, load_format: str = "TEXT") -> None:
     route["request_headers_to_add"] = [{"header": {"key": "endpoint-load-metrics-format", "value": load_format}}]
 
 
+def check_often(config: Config) -> None:
+    """Makes Envoy check health, look for broken replicas and use what it finds ten times as often."""
+    cluster = cluster_of(config)
+    (health,) = cluster["health_checks"]
+    health.update(interval="0.2s", no_traffic_interval="0.2s")
+    cluster["outlier_detection"]["interval"] = "0.2s"
+    cluster["common_lb_config"]["update_merge_window"] = "0.1s"  # the default is a second
+
+
 class Envoy:
     """A running Envoy, by the addresses that it listens on."""
 
