@@ -1,7 +1,7 @@
 """WatchKvEvents: the prefix cache's contents and all changes, for routers that send a request to where its prefix is.
 
 A subscriber receives events as fast as it reads them, within a limit on the event loop's time. Its pending events take
-only a list of hashes. A subscriber that falls too far behind receives the whole contents again.
+only their hashes. A subscriber that falls too far behind receives the whole contents again.
 """
 
 import asyncio

@@ -199,7 +199,6 @@ class RunningService:
             version=installed_version(),
             engine=self._engine,
             facts=self._facts,
-            validator=self._validator,
             pool=self.pool,
             generation=self.generation,
             pooled_calls=self.pooled_calls,

@@ -32,6 +32,12 @@ Metadata = Sequence[tuple[str, str | bytes]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
+def cache_salt(tenant: str) -> str | None:
+    """Returns the salt with which routers, which hash tokens themselves, keep the same tokens of two tenants separate.
+    Callers without credentials, and blocks that were stored without a tenant, have none."""
+    return tenant if tenant not in ("", DEFAULT_TENANT) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Principal:
     """The caller of a method."""

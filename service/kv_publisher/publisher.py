@@ -34,14 +34,16 @@ class KvEventPublisher:
         self.history = BatchHistory(num_kept, config.max_queue_size)
         self._sockets = PublisherSockets(config, self.history)
         self.endpoint, self.replay_endpoint = self._sockets.endpoint, self._sockets.replay_endpoint
-        for endpoint in (self.endpoint if listens(config.endpoint) else None, self.replay_endpoint):
+        is_listening = listens(config.endpoint)
+        for endpoint in (self.endpoint if is_listening else None, self.replay_endpoint):
             if endpoint is not None and not _is_local(endpoint):
                 _log.warning(
                     "--kv-events-config: anyone who can reach %s can read the tokens of all prompts and outputs; keep "
                     "others out with a firewall or a network policy",
                     endpoint,
                 )
-        _log.info("KV events are published at %s; replay: %s", self.endpoint, self.replay_endpoint or "none")
+        verb, replays = "listens on" if is_listening else "connects to", self.replay_endpoint or "none"
+        _log.info("KV events: the service %s %s; replays: %s", verb, self.endpoint, replays)
         self._task = asyncio.create_task(self._run(), name="penstock KV events")
 
     async def close(self) -> None:

@@ -11,7 +11,6 @@ import grpc
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.plan import WorkerFacts
 from penstock.service.config.contracts import CONTRACTS
-from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.requests.answer_formats import AnswerFormats
 from penstock.service.requests.pooled.embed import EmbedRequestBuilder
@@ -41,7 +40,6 @@ class ContractParts:
     version: str
     engine: Engine
     facts: WorkerFacts
-    validator: Validator
     pool: TokenizerPool
     generation: GenerationService
     pooled_calls: PooledCalls

@@ -79,11 +79,11 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
             await call.run(start)
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
-        """Ends the caller's requests with these ids; unknown ids are ignored."""
+        """Ends the caller's requests with these ids; unknown and empty ids are ignored."""
         if len(request.request_ids) > MAX_ABORTED_IDS:
             raise invalid("request_ids", f"at most {MAX_ABORTED_IDS:,}; there are {len(request.request_ids):,}")
         tenant = current_principal.get().tenant
-        for request_id in request.request_ids:
+        for request_id in filter(None, request.request_ids):
             for generation in list(self._live.get((tenant, request_id), ())):
                 generation.abort()
         return vllm.AbortResponse()
