@@ -199,7 +199,7 @@ def _decoded(text: str) -> Any:
 
 def _check_characters(text: str) -> None:
     if any(found[1] for found in _ESCAPES.finditer(text)):
-        raise GrammarError("has half of a surrogate pair, which is no character")
+        raise GrammarError("has half of a surrogate pair, not a character")
 
 
 def _json_schema(text: str, closes_objects: bool) -> str:

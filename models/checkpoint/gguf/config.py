@@ -35,7 +35,7 @@ _COMPUTED = {
     "granitemoe.rope.scaling.finetuned": True,
     "minimax-m2.expert_gating_func": 2,
 }
-"""Keys that change how a family computes, and the only value that is supported. It goes without saying in a file."""
+"""Keys that change how a family computes, and the only value that is supported, which files may omit."""
 _FIELD = re.compile(r"config\.json: (\w+)")
 
 

@@ -95,7 +95,7 @@ class LoadReader:
             self._steps, self._active_at = stats.steps, now
         if stats.requests:
             for oldest in self._engine.scan(LiveRequestFilter()).read(1):
-                self._active_at = max(self._active_at, oldest.request.arrival)  # nobody may have read that it was idle
+                self._active_at = max(self._active_at, oldest.request.arrival)  # an idle time may not have been read
             load.engine_silence_ms = round((now - self._active_at) * 1000)
         return load
 

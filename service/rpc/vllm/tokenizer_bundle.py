@@ -41,7 +41,7 @@ class TokenizerBundle:
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
             for name in _FILES:
-                # A converted tokenizer.json is alone in its folder.
+                # The folder of a converted tokenizer.json has no other file.
                 paths = (self._files.tokenizer / name, self._files.model / name)
                 path = next((each for each in paths if each.is_file()), None)
                 if path is not None:
