@@ -192,14 +192,14 @@ def _report(measured: Mapping[str, Rounds]) -> None:
         count = sum(map(len, rounds))
         print(f"{name:24}{count:10,}{_quantile(rounds, 0.5):10.2f}{_quantile(rounds, 0.99):10.2f}")
     for base, compared in BASES.items():
+        if not (names := [name for name in compared if name in measured]):
+            continue
         print(f"{f'more than {base}, ms':24}{'p50':>10}{'95 % interval':>20}{'p99':>10}{'95 % interval':>20}")
-        for name in compared:
-            if name in measured:
-                parts = (_difference(measured[name], measured[base], share) for share in (0.5, 0.99))
-                print(
-                    f"{name:24}"
-                    + "".join(f"{more:+10.2f}{f'{low:+.2f} to {high:+.2f}':>20}" for more, low, high in parts)
-                )
+        for name in names:
+            parts = (_difference(measured[name], measured[base], share) for share in (0.5, 0.99))
+            print(
+                f"{name:24}" + "".join(f"{more:+10.2f}{f'{low:+.2f} to {high:+.2f}':>20}" for more, low, high in parts)
+            )
     print(flush=True)
 
 
