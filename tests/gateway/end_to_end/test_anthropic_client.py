@@ -245,21 +245,23 @@ def test_an_error_has_the_format_of_the_api(name, client):
     assert error["type"] == ("not_found_error" if kind is anthropic.NotFoundError else "invalid_request_error")
 
 
-def test_keys_are_in_the_header_of_anthropics_clients(start_scripted, load_keys, tmp_path):
+async def test_keys_are_in_the_header_of_anthropics_clients(start_gateway, say, load_keys, tmp_path):
     path = tmp_path / "keys"
     path.write_text(f"sha256:{hashlib.sha256(b'of-one').hexdigest()} one\n")
-    with start_scripted(authenticator=load_keys(path)) as base:
-        with anthropic.Anthropic(base_url=base, api_key="of-one", max_retries=0) as client:
-            assert blocks(client.messages.create(**body(SAID))) == [("text", SAID)]
-        with anthropic.Anthropic(base_url=base, api_key="wrong", max_retries=0) as client:
-            with pytest.raises(anthropic.AuthenticationError) as caught:
-                client.messages.create(**body(SAID))
-            shown: Any = caught.value.body
-            assert shown["error"]["type"] == "authentication_error"
-        headers = {"x-api-key": "of-one", "authorization": "Bearer of-two"}
-        assert httpx.post(f"{base}/v1/messages", json=body("x"), headers=headers).status_code == 401
-        headers = {"x-api-key": "", "authorization": "Bearer of-one"}
-        assert httpx.post(f"{base}/v1/messages", json=body("x"), headers=headers).status_code == 200
+    gateway = await start_gateway(say, service={"authenticator": load_keys(path)})
+    base = str(gateway.http.base_url)
+    request = body(SAID, model="bytes")
+    async with anthropic.AsyncAnthropic(base_url=base, api_key="of-one", max_retries=0) as client:
+        assert blocks(await client.messages.create(**request)) == [("text", SAID)]
+    async with anthropic.AsyncAnthropic(base_url=base, api_key="wrong", max_retries=0) as client:
+        with pytest.raises(anthropic.AuthenticationError) as caught:
+            await client.messages.create(**request)
+        shown: Any = caught.value.body
+        assert shown["error"]["type"] == "authentication_error"
+    headers = {"x-api-key": "of-one", "authorization": "Bearer of-two"}
+    assert (await gateway.post("/v1/messages", headers=headers, **request)).status_code == 401
+    headers = {"x-api-key": "", "authorization": "Bearer of-one"}
+    assert (await gateway.post("/v1/messages", headers=headers, **request)).status_code == 200
 
 
 @pytest.mark.parametrize(
