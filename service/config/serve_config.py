@@ -102,7 +102,8 @@ class ServeConfig:
     )  # fmt: skip
     contracts: str | None = flag(
         None, "contracts of other engines to serve too, separated by commas: kserve, the Open Inference Protocol of "
-        "KServe and Triton; vllm, which the gateway smg calls", metavar="NAMES", shown="none",
+        "KServe and Triton; openengine, which Dynamo calls; vllm, which the gateway smg calls",
+        metavar="NAMES", shown="none",
     )  # fmt: skip
     http_port: int | None = flag(
         None, "the port of OpenAI's API over HTTP, or HTTPS with --tls-cert, in a child process; 0 is any free port",

@@ -3,10 +3,10 @@ translates requests to those of penstock.v1 and responses back, and does not man
 the adapters share, since none imports another."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import grpc
 from google.protobuf import any as pb_any
@@ -25,6 +25,9 @@ from penstock.service.rpc.health import Health
 from penstock.service.rpc.pooled_calls import PooledCalls
 from penstock.service.telemetry.recent_stats import RecentStats
 from penstock.service.text.tokenizer import TokenizerPool
+
+if TYPE_CHECKING:
+    from penstock.service.kv_publisher.publisher import KvEventPublisher
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,8 @@ class ContractParts:
     generates: bool
     files: ModelFiles | None
     """None if unknown: then the contract does not offer them."""
+    kv_publisher: Callable[[], "KvEventPublisher | None"]
+    """Returns the publisher of KV events over ZeroMQ, which starts after the contracts are added; None without one."""
 
 
 class AddedContract(Protocol):

@@ -10,11 +10,12 @@ from itertools import chain
 from typing import Any
 
 import penstock.v1 as pb
-from penstock.clients.constraints import is_gbnf, set_constraint
+from penstock.clients.constraints import set_constraint
 from penstock.clients.errors import InvalidOption
 from penstock.service.config.limits import UINT32_MAX
 from penstock.service.config.text_size import utf8_bytes
 from penstock.service.errors import invalid
+from penstock.service.rpc.foreign.grammars import set_grammar
 from penstock.service.rpc.kserve.tensors import shown, unknown
 
 SAMPLING_INPUT = "sampling_parameters"
@@ -218,12 +219,11 @@ def _set_structured_outputs(start: pb.GenerationStart, value: Any) -> None:
         raise _Wrong(f"must be an object with one of {', '.join(_CONSTRAINTS)} and grammar")
     [(kind, constraint)] = given.items()
     if kind == "grammar" and isinstance(constraint, str):
-        own = "gbnf" if is_gbnf(constraint) else "lark"
+        set_grammar(start.constraint, constraint)
     elif kind in _CONSTRAINTS:
-        own = _CONSTRAINTS[kind]
+        set_constraint(start.constraint, {_CONSTRAINTS[kind]: constraint})
     else:
         raise _Wrong(f"must be an object with one of {', '.join(_CONSTRAINTS)} and grammar")
-    set_constraint(start.constraint, {own: constraint})
 
 
 _CONSTRAINTS: Mapping[str, str] = {

@@ -4,13 +4,13 @@ In the contract's SamplingParams, a field without presence is taken literally ev
 sense: there, 0 means that it is off.
 """
 
-import re
 from collections.abc import Mapping
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 import penstock.v1 as pb
 from penstock.service.errors import invalid
+from penstock.service.rpc.foreign.grammars import set_grammar
 
 _TEXT_ONLY = "is not supported: the model takes only text; omit it"
 _NO_TRANSFER = "is not supported: this service neither sends nor receives KV; omit it"
@@ -24,8 +24,6 @@ _UNSUPPORTED: Mapping[str, str] = {
 """Fields of a GenerateRequest that must not be set, each with the reason."""
 _RANDOM_SEED = -1
 """vLLM's value for no seed."""
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-"""A grammar rule in EBNF, which vLLM accepts besides Lark."""
 FIELD_NAMES: Mapping[str, str] = {
     "client_request_id": "request_id",
     "constraint": "sampling_params",
@@ -109,10 +107,8 @@ def _fill_constraint(constraint: pb.Constraint, params: vllm.SamplingParams) -> 
             constraint.json_schema = params.json_schema
         case "regex":
             constraint.regex = params.regex
-        case "grammar" if _GBNF_RULE.search(params.grammar):
-            constraint.gbnf = params.grammar
         case "grammar":
-            constraint.lark = params.grammar
+            set_grammar(constraint, params.grammar)
         case "choice":
             constraint.choices.values.extend(params.choice.choices)
         case "json_object" if params.json_object:

@@ -2,8 +2,6 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -17,6 +15,7 @@ from penstock.service.errors import ServiceError, StatusError, invalid, to_statu
 from penstock.service.requests.generate import ResponseMode
 from penstock.service.requests.pooled.embed import SingleEmbedBuilder
 from penstock.service.rpc.contracts import ContractParts, protocol_error, renamed_status
+from penstock.service.rpc.foreign.live_calls import LiveCalls
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.rpc.single_call import SingleCall, status_error
 from penstock.service.rpc.vllm.embedding import embed_request, embed_response
@@ -53,8 +52,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
         self._kv_events = KvEventStreams(parts.engine.kv_events, self._load)
         self._embed_builder = SingleEmbedBuilder(parts.embed_builder, embed_response)
         self._bundle = None if parts.files is None else TokenizerBundle(parts.files, parts.pool.tokenizer)
-        self._live: dict[tuple[str, str], list[_Generation]] = {}
-        """The live requests by tenant and id. Several live requests may have the same id."""
+        self._live = LiveCalls()
 
     def close(self) -> None:
         self._kv_events.close()
@@ -75,17 +73,16 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
         answer = ResponseMode.WHOLE if is_whole else ResponseMode.STREAMED
         call = SingleCall(self._parts.generation, start, context, encoder, answer, error_of=generation.error_of)
         encoder.live = call.live
-        with self._registered((tenant, request.request_id), generation):
+        with self._live.registered(tenant, request.request_id, generation.abort):
             await call.run(start)
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
-        """Ends the caller's requests with these ids; unknown ids are ignored."""
+        """Ends the caller's requests with these ids; unknown and empty ids are ignored."""
         if len(request.request_ids) > MAX_ABORTED_IDS:
             raise invalid("request_ids", f"at most {MAX_ABORTED_IDS:,}; there are {len(request.request_ids):,}")
         tenant = current_principal.get().tenant
-        for request_id in request.request_ids:
-            for generation in list(self._live.get((tenant, request_id), ())):
-                generation.abort()
+        for request_id in filter(None, request.request_ids):
+            self._live.abort(tenant, request_id)
         return vllm.AbortResponse()
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
@@ -146,17 +143,6 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
 
     async def StopProfile(self, request: common.StopProfileRequest, context: Context) -> NoReturn:
         raise protocol_error(grpc.StatusCode.UNIMPLEMENTED, _NO_PROFILER)
-
-    @contextmanager
-    def _registered(self, key: tuple[str, str], generation: "_Generation") -> Iterator[None]:
-        live = self._live.setdefault(key, [])
-        live.append(generation)
-        try:
-            yield
-        finally:
-            live.remove(generation)
-            if not live:
-                del self._live[key]
 
 
 class _Generation:
