@@ -11,7 +11,7 @@ from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.request import Refused
 from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import UINT32_MAX
-from penstock.service.errors import Reason, ServiceError, StatusError, from_refusal, invalid, to_status
+from penstock.service.errors import ServiceError, StatusError, from_refusal, invalid, to_status
 from penstock.service.requests.pooled.embed import SingleEmbedBuilder
 from penstock.service.rpc.contracts import ContractParts, protocol_error, renamed_status
 from penstock.service.rpc.frame_dispatcher import Frame, RefusedFrame
@@ -46,7 +46,6 @@ _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("TraceSetting", "LogSettings"), _NO_SETTINGS),
 }
 """The methods that are refused with UNIMPLEMENTED, each with the reason and the remedy."""
-_ONLY_WHOLE = "this model generates no text; call ModelInfer for an embedding"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Translated = TypeVar("Translated")
@@ -148,7 +147,7 @@ class InferenceService:
 
     def _streamed(self, start: pb.GenerationStart, request: Any, encoder: StreamEncoder) -> InferOptions:
         if is_embedding(request, self._parts.generates):
-            raise ServiceError(Reason.NO_GENERATION, _ONLY_WHOLE)
+            raise invalid("outputs", "an embedding has one response; call ModelInfer")
         if request.id and encoder.has_live(request.id):
             raise invalid("id", "a live request of this stream has the same id; choose another, or leave it empty")
         return fill_generation(start, request, may_stream=True)

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 import penstock.v1 as pb
 from penstock.service.errors import ServiceError
@@ -83,11 +83,13 @@ def check(fields: dict[str, Any], may_stream: bool) -> None:
     assert error is None or error.message.startswith(f"{error.field}: "), "it names what is wrong"
 
 
+@settings(deadline=None)
 @given(fields=REQUESTS, may_stream=st.booleans())
 def test_any_request_is_translated_or_refused(fields, may_stream):
     check(fields, may_stream)
 
 
+@settings(deadline=None)
 @given(
     parameters=st.dictionaries(st.sampled_from(sorted(GENERATION_PARAMETERS)), PARAMETERS, max_size=3), sampling=OBJECTS
 )

@@ -1,6 +1,7 @@
 """What a request may contain: both forms of tensors, all parameters, and a refusal by name of everything else."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -10,7 +11,7 @@ from wire.inference_calls import PROMPT, message, outputs_of, read_answers
 import penstock.v1 as pb
 from penstock.service.errors import ServiceError
 from penstock.service.rpc.kserve.parameters import GENERATION_PARAMETERS, MAX_JSON_BYTES
-from penstock.service.rpc.kserve.request import MAX_ECHOED_BYTES, fill_generation
+from penstock.service.rpc.kserve.request import INPUTS, MAX_ECHOED_BYTES, OUTPUTS, fill_generation
 
 
 def raw_bytes(text):
@@ -91,6 +92,7 @@ def without_item():
 
 REFUSED = {
     "no input": (message(), "text_input: is required; send a tensor of this name with"),
+    "an empty prompt": (message(text_input=""), "text_input: "),
     "an unknown input": (message(txt_input="hi"), "inputs: there is no input 'txt_input'; did you mean text_input?"),
     "an input twice": (
         raw(raw_bytes(b"a"), raw_bytes(b"b"), names=("text_input",) * 2, datatypes=("BYTES",) * 2),
@@ -303,6 +305,12 @@ OTHERS: dict[str, Any] = {
     "priority": 3, "skip_special_tokens": False, "structured_outputs": {"regex": "a+"}, "timeout": 1500,
     "triton_enable_empty_final_response": True, "truncate_prompt_tokens": 8,
 }  # fmt: skip
+
+
+def test_the_documentation_names_all_of_it():
+    text = (Path(__file__).parents[4] / "docs/kserve.md").read_text()
+    for name in (*GENERATION_PARAMETERS, *INPUTS, *OUTPUTS):
+        assert f"`{name}`" in text, name
 
 
 class TestTranslation:
