@@ -53,7 +53,9 @@ class ResponseStore:
         fits, and what continues a response that is missing."""
         latest = self._clock() + self._ttl_s
         for response in responses:
-            response.expires_at = min(response.expires_at, latest)
+            if response.expires_at > latest:
+                response.expires_at = latest
+                self._changes[response.id] = response
             if response.previous_id and response.previous_id not in self._by_id:
                 self._changes[response.id] = None
             else:

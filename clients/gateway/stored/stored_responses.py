@@ -5,6 +5,7 @@ For the event loop; the file is written in a thread.
 
 import asyncio
 import logging
+import math
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from pydantic import TypeAdapter
 
 from penstock.clients.gateway.errors import GatewayError, invalid, try_again
 from penstock.clients.gateway.json_object import Json
-from penstock.clients.gateway.schemas.responses import MAX_ITEMS, InputItem, InputItems
+from penstock.clients.gateway.schemas.responses import MAX_ITEMS, InputItem
 from penstock.clients.gateway.schemas.unsupported import shown
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.stored.response_file import ResponseFile
@@ -35,7 +36,7 @@ _INTERRUPTED = {
     "status": "failed",
     "error": {"code": "server_error", "message": "the gateway ended before the response was complete"},
 }
-_items = TypeAdapter[list[InputItem]](InputItems)
+_items = TypeAdapter(list[InputItem])
 
 _log = logging.getLogger(__name__)
 
@@ -215,10 +216,10 @@ def _checked_items(turn: StoredResponse, with_output: bool) -> list[InputItem]:
 
 
 def _ended(response: StoredResponse) -> StoredResponse:
-    """Returns a response from a file. One that was live when the gateway ended has failed."""
+    """Returns a response from a file. One that was live when the gateway ended has failed; its time to live begins."""
     if response.is_live:
         response.content = response.content.with_fields(_INTERRUPTED)
-        response.is_live = False
+        response.is_live, response.expires_at = False, math.inf
     return response
 
 
