@@ -22,7 +22,6 @@ from penstock.clients.gateway.routes import (
     models,
     probes,
     responses,
-    stored_responses,
     tokenizer,
 )
 from penstock.clients.gateway.schemas.chat import ChatChunk
@@ -44,7 +43,6 @@ _PARTS = (
     completions,
     chat,
     responses,
-    stored_responses,
     messages,
     embeddings,
     classification,
@@ -140,6 +138,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.state.parse_turns = turns
     app.state.stored_responses = stored
     app.state.background_runs = runs
+    app.state.hosted_tools = responses.HostedTools()
     app.state.body_budget = BodyBudget(settings.max_bodies_bytes)
     app.state.ignored_fields = IgnoredFields(app.state.gateway_metrics.registry)
     app.add_middleware(

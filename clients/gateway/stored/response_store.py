@@ -20,7 +20,7 @@ class StoreFull(Exception):
     """Raised if a response does not fit even if all others that may go have gone."""
 
 
-class _Tenant:
+class _TenantResponses:
     """One tenant's responses, the oldest first, hidden ones too."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class ResponseStore:
         self._by_id: dict[str, StoredResponse] = {}
         self._by_expiry: dict[str, StoredResponse] = {}
         """Those that can expire, the first to expire first."""
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[str, _TenantResponses] = {}
         self.num_bytes = 0
         self._changes: Changes = {}
 
@@ -146,7 +146,7 @@ class ResponseStore:
         if response.previous_id:
             self.hold(self._by_id[response.previous_id])
         self._by_id[response.id] = response
-        self._tenants.setdefault(response.tenant, _Tenant()).responses[response.id] = response
+        self._tenants.setdefault(response.tenant, _TenantResponses()).responses[response.id] = response
         self._count(response, response.num_bytes)
 
     def _count(self, response: StoredResponse, num_bytes: int) -> None:
@@ -194,14 +194,14 @@ class ResponseStore:
             if not any(self._evict_oldest(tenant) for tenant in largest_first):
                 raise StoreFull
 
-    def _is_over(self, tenant: _Tenant, num_bytes: int, num_more: int) -> bool:
+    def _is_over(self, tenant: _TenantResponses, num_bytes: int, num_more: int) -> bool:
         num_after = len(tenant.responses) + num_more
         return num_after > MAX_PER_TENANT or tenant.num_bytes + num_bytes > self.max_tenant_bytes
 
     def _is_full(self, num_bytes: int, num_more: int) -> bool:
         return len(self._by_id) + num_more > MAX_IN_ALL or self.num_bytes + num_bytes > self._max_bytes
 
-    def _evict_oldest(self, tenant: _Tenant) -> bool:
+    def _evict_oldest(self, tenant: _TenantResponses) -> bool:
         for response in tenant.responses.values():
             if not response.num_users and not response.is_live:
                 self._remove(response)
