@@ -102,6 +102,16 @@ class GatewayApp(FastAPI):
         return described
 
 
+def _show_stored(metrics: GatewayMetrics, stored: StoredResponses, runs: BackgroundRuns) -> None:
+    metrics.show(
+        "penstock_gateway_stored_responses", "Stored responses, including those in the background.", stored.count
+    )
+    metrics.show("penstock_gateway_stored_bytes", "Bytes of stored responses, as the limits count them.", stored.size)
+    metrics.show(
+        "penstock_gateway_background_responses", "Responses that are being generated in the background.", runs.count
+    )
+
+
 def create_app(settings: GatewaySettings) -> FastAPI:
     """Creates the app. Its link to the service (``app.state.link``) opens with the app's lifespan; the HTTP server
     reports connections to ``app.state.gateway_metrics``. Routes for identified callers are on routers with
@@ -135,6 +145,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         routes += router.routes
     install_handlers(app, routes)
     app.state.gateway_metrics = GatewayMetrics()
+    _show_stored(app.state.gateway_metrics, stored, runs)
     app.state.parse_turns = turns
     app.state.stored_responses = stored
     app.state.background_runs = runs

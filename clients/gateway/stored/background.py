@@ -92,7 +92,7 @@ class BackgroundRun:
             self._upstream.close()
         log = b"" if self._log is None else self._log.encoded([as_event(event) for event in closing])
         content = await Content.encode(closing[-1]["response"], log)
-        # Whoever reads the last event finds the response stored.
+        # A client that has read the last event can fetch and continue the response.
         await stored.end(self.response, content)
         if self.response.content.fields != content.fields:  # it had no room
             response = msgspec.json.decode(self.response.content.as_json())
@@ -161,6 +161,10 @@ class BackgroundRuns:
 
     def _all_tasks(self) -> list[asyncio.Task[None]]:
         return [task for _, task in self._tasks.values()]
+
+    def count(self) -> int:
+        """Returns the number of responses that are being generated."""
+        return len(self._tasks)
 
     def run_of(self, response: StoredResponse) -> BackgroundRun | None:
         """Returns the run of a response; None if it has ended."""

@@ -40,7 +40,7 @@ class ResponseStore:
         self._clock = clock
         self._by_id: dict[str, StoredResponse] = {}
         self._by_expiry: dict[str, StoredResponse] = {}
-        """Those that can expire, the first to expire first."""
+        """The responses that can expire, the first to expire first."""
         self._tenants: dict[str, _TenantResponses] = {}
         self.num_bytes = 0
         self._changes: Changes = {}
@@ -115,7 +115,7 @@ class ResponseStore:
             self._remove(response)
 
     def delete(self, response: StoredResponse) -> None:
-        """Ends a response's life: nobody finds it any more."""
+        """Ends a response's life: it is no longer found."""
         if self._by_id.get(response.id) is response and not response.is_hidden:
             self._remove(response)
 

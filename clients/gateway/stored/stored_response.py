@@ -27,7 +27,7 @@ _encode, _decode = msgspec.json.encode, msgspec.json.decode
 
 
 def new_response_id() -> str:
-    """Returns an id that nobody can guess."""
+    """Returns a random id, which cannot be guessed."""
     return f"resp_{secrets.token_hex(_ID_BYTES)}"
 
 

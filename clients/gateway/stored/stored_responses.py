@@ -27,7 +27,7 @@ from penstock.clients.host.parse_turns import ParseTurns
 
 T = TypeVar("T")
 _SWEEP_S = 30.0
-"""How long expired responses, which nobody finds any more, may still take memory."""
+"""How long expired responses, which are no longer found, may still take memory."""
 _TURN_BYTES = 8 << 10
 """Longer conversations wait for their turn to be parsed, as bodies do."""
 _UNWRITABLE = "responses_unwritable"
@@ -76,6 +76,14 @@ class StoredResponses:
         self._thread.shutdown()
         if self._file is not None:
             self._file.close()
+
+    def count(self) -> int:
+        """Returns the number of stored responses."""
+        return len(self._store)
+
+    def size(self) -> int:
+        """Returns the size of all stored responses, in bytes."""
+        return self._store.num_bytes
 
     def find(self, response_id: str, tenant: str) -> StoredResponse:
         """Returns a response of this tenant. Raises GatewayError, the same one for unknown ids and for those of other

@@ -92,6 +92,23 @@ async def test_its_events_are_followed_from_any_of_them(client, first):
     assert [event async for event in again] == events[first + 1 :]
 
 
+async def test_metrics_count_what_is_stored_and_what_goes_on(slow, client):
+    def numbers():
+        read = slow.app.state.gateway_metrics.registry.get_sample_value
+        names = ("stored_responses", "stored_bytes", "background_responses")
+        return [read(f"penstock_gateway_{name}") for name in names]
+
+    assert numbers() == [0, 0, 0]
+    begun = await begin(client)
+    (number, num_bytes, num_live) = numbers()
+    assert (number, num_live) == (1, 1)
+    assert num_bytes > 1024
+    await client.responses.cancel(begun.id)
+    assert (numbers()[0], numbers()[2]) == (1, 0)
+    await client.responses.delete(begun.id)
+    assert numbers() == [0, 0, 0]
+
+
 async def test_several_clients_follow_one(client):
     async with await begin(client, stream=True, max_output_tokens=40) as stream:
         begun = await anext(aiter(stream))
