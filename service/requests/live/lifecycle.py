@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -40,16 +41,11 @@ from penstock.service.errors import (
 )
 from penstock.service.requests.contexts import StoredContext
 from penstock.service.requests.generate import PreparedRequest, ResponseMode
-from penstock.service.requests.live.changes import (
-    Replaceable,
-    apply_change,
-    mark_superseded,
-    replace_later,
-    requested_change,
-)
+from penstock.service.requests.live.changes import apply_change, requested_change
 from penstock.service.requests.live.injection import Injections, Refuse
 from penstock.service.requests.live.open_prompt import OpenPrompt, Prepare
 from penstock.service.requests.live.request_context import RequestContext
+from penstock.service.requests.live.superseding import Replaceable, mark_superseded, replace_later
 from penstock.service.requests.preparation import Origin, preparation_limit, unqueued_end
 from penstock.service.streaming.messages import accepted_message, finished_message, injected_message
 from penstock.service.streaming.outbox import RequestReceiver
@@ -124,7 +120,7 @@ class RequestLifecycle:
         """Updates that arrived before that."""
         self._open: OpenPrompt | None = None
         """The prompt, until it is committed."""
-        self._injections = Injections(request_context.engine, request_context.request_builder, request_id, start)
+        self._injections = Injections(request_context.engine, request_context.request_builder, request_id)
         self._idempotency_key = start.idempotency_key
         self._held = self._had_output = False
         self._refusal: ServiceError | None = None
@@ -136,15 +132,23 @@ class RequestLifecycle:
         return self.finished is not None
 
     def begin_request(
-        self, start: pb.GenerationStart, after: asyncio.Task[None] | None = None, supersedes: Replaceable | None = None
+        self,
+        start: pb.GenerationStart,
+        after: asyncio.Task[None] | None = None,
+        supersedes: Replaceable | None = None,
+        *,
+        takes_appends: bool = False,
     ) -> None:
         """Checks the request and starts its preparation, unless its prompt is open. It enters the queue in place of
-        ``supersedes``, after the request that ``after`` prepares, unless that takes long. Never raises. Keeps no
-        reference to ``start``, whose prompt may have 4 MiB."""
+        ``supersedes``, after the request that ``after`` prepares, unless that takes long. With ``takes_appends``,
+        content may be injected into its output. Never raises. Keeps no reference to ``start``, whose prompt may have
+        4 MiB."""
         try:
             self.tenant = self._principal.tenant_for(start.tenant)
             self._request_context.engine.charge(self.tenant, Rated.REQUEST)  # first: a refusal counts too
             self._request_context.request_builder.check(start)
+            if takes_appends:
+                self._injections.allow(start)
             self._form = self._request_context.request_builder.output_form(start)
             replace_later(self, supersedes)
             context = self._context()
@@ -225,12 +229,16 @@ class RequestLifecycle:
         change = requested_change(update)
         if self._is_queued:
             self._change(change, refuse)
-        elif len(self._early) == MAX_EARLY_UPDATES:
+            return
+        is_deadline = change.max_tokens is None and change.priority is None
+        if not is_deadline and len(self._early) == MAX_EARLY_UPDATES:
             refuse(ServiceError(Reason.PREPARATION_FULL, "too many updates wait for the prompt to be tokenized"))
-        else:
+            return
+        if not is_deadline:
             self._early.append((change, refuse))
-            if change.deadline is not None and change.max_tokens is None:  # only max_tokens can be refused later
-                self._move_deadline(change.deadline)
+        if change.deadline is not None and (change.max_tokens is None or self._open is not None):
+            self._move_deadline(change.deadline)  # at once: only max_tokens can be refused later
+            self._early = [(replace(early, deadline=None), each) for early, each in self._early]
 
     def hold(self, held: bool) -> None:
         """Pauses the request, so that it takes no part in steps while its output is not read, or resumes it."""

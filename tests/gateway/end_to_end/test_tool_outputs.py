@@ -17,6 +17,7 @@ import penstock.v1 as pb
 from penstock.clients.events import Delta, Finished, collect
 from penstock.clients.gateway.requests.chat import build_chat
 from penstock.clients.gateway.schemas.chat import ChatRequest
+from penstock.scheduler.plan import DraftMethod, SpeculationConfig
 from penstock.service.text.detokenizer import text_states
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
@@ -32,6 +33,10 @@ FORMATS = {
 }
 TOOLS = json.loads((OUTPUTS / "tools.json").read_text())
 CHAT = "/v1/chat/completions"
+DRAFTS = SpeculationConfig(DraftMethod.NGRAM, 31)
+"""A step has up to 32 tokens, so that deltas differ in length, and the soak test takes a fraction of the time."""
+DRAFTS = SpeculationConfig(DraftMethod.NGRAM, 31)
+"""A step has up to 32 tokens, so that deltas differ in length, and the soak test takes a fraction of the time."""
 
 
 class Output:
@@ -220,9 +225,8 @@ async def ends_rightly(start_gateway, say):
     async def check(output, cuts):
         formats = (output.tool_format, output.reasoning_format or "none")
         if formats not in gateways:
-            gateways[formats] = await start_gateway(
-                say, service={"tool_call_parser": formats[0], "reasoning_parser": formats[1]}
-            )
+            service = {"tool_call_parser": formats[0], "reasoning_parser": formats[1], "speculation": DRAFTS}
+            gateways[formats] = await start_gateway(say, service=service)
         gateway = gateways[formats]
         for num_tokens in cuts:
             response = await gateway.post(CHAT, **asked(output, max_tokens=num_tokens))
