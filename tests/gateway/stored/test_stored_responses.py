@@ -7,6 +7,10 @@ import hashlib
 
 import openai
 import pytest
+from wire.http_get import plain_client
+
+from penstock.clients.gateway.stored import stored_responses
+from penstock.scheduler.loop.engine import Engine
 
 LOOK = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}
 SHELL = {"type": "custom", "name": "shell"}
@@ -97,6 +101,24 @@ def test_a_turn_computes_only_its_new_tokens(respond):
     second = respond("SAY second", previous_response_id=first.id)
     assert first.usage.input_tokens_details.cached_tokens == 0
     assert second.usage.input_tokens_details.cached_tokens > first.usage.total_tokens - 16
+
+
+async def test_the_turns_after_the_first_are_a_session(gateway, monkeypatch):
+    """For which the service retains the KV between them."""
+    sessions, submit = [], Engine.submit
+
+    def note(self, request, *rest, **more):
+        sessions.append(request.session_id)
+        return submit(self, request, *rest, **more)
+
+    monkeypatch.setattr(Engine, "submit", note)
+    previous = None
+    for headers in ({}, {}, {}, {"x-session-id": "mine"}, {}):
+        body = {"input": "a", "previous_response_id": previous, "max_output_tokens": 1}
+        previous = (await gateway.post("/v1/responses", headers=headers, **body)).json()["id"]
+    first, second, third, named, last = sessions
+    assert (first, named) == ("", "mine")
+    assert second == third == last != ""
 
 
 def test_instructions_are_not_carried_over(respond):
@@ -213,20 +235,19 @@ def test_a_page_that_cannot_be_is_refused(client, respond, query, param):
     assert caught.value.param == param
 
 
-async def test_a_conversation_that_no_longer_fits_is_refused(start_gateway):
-    gateway = await start_gateway()
+async def test_a_conversation_that_no_longer_fits_is_refused(gateway):
     first = await gateway.post("/v1/responses", input="a" * 3000, max_output_tokens=1)
     second = await gateway.post("/v1/responses", input="a" * 2000, previous_response_id=first.json()["id"])
     assert (second.status_code, second.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-async def test_a_conversation_may_not_have_too_many_items(start_gateway, tokenizer_with):
-    gateway = await start_gateway(tokenizer=tokenizer_with("{{ messages[-1].content }}"))
-    first = await gateway.post("/v1/responses", input=[user("a")] * 4096, max_output_tokens=1)
+async def test_a_conversation_may_not_have_too_many_items(gateway, monkeypatch):
+    monkeypatch.setattr(stored_responses, "MAX_ITEMS", 5)
+    first = await gateway.post("/v1/responses", input=[user("a")] * 5, max_output_tokens=1)
     assert first.json()["store"] is True
     second = await gateway.post("/v1/responses", input="a", previous_response_id=first.json()["id"])
     assert (second.status_code, second.json()["error"]["param"]) == (400, "previous_response_id")
-    assert "more than 4,096 items" in second.json()["error"]["message"]
+    assert "more than 5 items" in second.json()["error"]["message"]
 
 
 ONE, OTHER = "1" * 40, "2" * 40
@@ -253,7 +274,9 @@ async def test_another_tenants_response_is_not_found(start_gateway, load_keys, t
 
 
 def gateway_client(gateway, key="none"):
-    return openai.AsyncOpenAI(base_url=gateway.base, api_key=key, max_retries=0, timeout=120)
+    return openai.AsyncOpenAI(
+        base_url=gateway.base, api_key=key, max_retries=0, timeout=120, http_client=plain_client(gateway.base)
+    )
 
 
 async def test_a_response_that_is_too_old_is_not_found(start_gateway):
