@@ -2,6 +2,7 @@
 finds of them."""
 
 import asyncio
+import math
 import shutil
 from contextlib import asynccontextmanager
 
@@ -248,14 +249,25 @@ async def test_a_stop_ends_those_that_go_on_and_says_so(start_gateway, http_befo
 
 
 async def test_a_stop_waits_for_those_that_end_in_time(start_gateway, http_before, tmp_path):
-    """The HTTP server of these tests allows a second."""
-    service = await start_gateway(says_x)
+    """The model ends its output only once the gateway waits for it."""
+    waits = False
+
+    def says_x_until_then(history, sampling):
+        return 256 if waits else ord("x")
+
+    def stop_at():
+        nonlocal waits
+        waits = True
+        return math.inf
+
+    service = await start_gateway(says_x_until_then, seconds_per_step=0.002)
     settings = {"responses_file": tmp_path / "responses"}
+    async with http_before(service.target, **settings) as (app, http), client_of(http) as client:
+        begun = await begin(client)
+        app.state.background_runs._stop_at = stop_at
+    assert app.state.stop_at > 0  # the HTTP server sets it
     async with http_before(service.target, **settings) as (_, http), client_of(http) as client:
-        begun = await begin(client, max_output_tokens=20)
-    async with http_before(service.target, **settings) as (_, http), client_of(http) as client:
-        response = await client.responses.retrieve(begun.id)
-        assert (response.status, response.output_text) == ("incomplete", "x" * 20)
+        assert (await client.responses.retrieve(begun.id)).status == "completed"
 
 
 async def test_one_that_a_crash_interrupted_has_failed(start_gateway, http_before, tmp_path):
