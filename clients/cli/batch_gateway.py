@@ -63,13 +63,13 @@ class BatchGateway:
     async def _start(self) -> Any:
         try:  # imported by name on first use: the bare client has neither FastAPI nor pydantic
             create_app = import_module("penstock.clients.gateway.server.app").create_app
-            settings = import_module("penstock.clients.gateway.settings").GatewaySettings(service=self._service)
+            of_gateway = import_module("penstock.clients.gateway.settings").GatewaySettings
         except ModuleNotFoundError as error:
             raise PenstockError(
                 f"lines in OpenAI's format need {error.name}, which is not installed: install penstock "
                 "with its extra 'gateway'"
             ) from None
-        app = create_app(settings)
+        app = create_app(of_gateway(service=self._service, responses_ttl_s=0))  # they could not be fetched later
         await self._stack.enter_async_context(app.router.lifespan_context(app))
         return app
 

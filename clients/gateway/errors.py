@@ -299,10 +299,10 @@ def _depth(error: Any) -> tuple[int, int]:
 
 
 def _path(location: Sequence[str | int]) -> str:
-    """Formats a path in a body as a caller would write it: messages[0].content. Leaves out the names of a union's
-    members, which are not fields."""
+    """Formats a path in a body or a query as a caller would write it: messages[0].content. Leaves out the names of a
+    union's members, which are not fields."""
     path = ""
-    for part in location[1:] if location and location[0] == "body" else location:
+    for part in location[1:] if location and location[0] in ("body", "query") else location:
         if isinstance(part, int):
             path += f"[{part}]"
         elif part.isidentifier() and part.islower() and part not in _UNION_MEMBERS:

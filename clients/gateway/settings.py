@@ -1,6 +1,7 @@
 """The gateway's settings: frozen, complete, checked by ``server/command.py``."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from penstock.clients.channel import DEFAULT_TARGET
 from penstock.clients.cli.options import ConnectionOptions
@@ -39,6 +40,14 @@ class GatewaySettings:
     """The deadline of a generation; None: until the caller disconnects."""
     call_timeout_s: float = 30.0
     """The deadline of a short call to the service, such as one to its tokenizer."""
+    responses_file: Path | None = None
+    """The file of stored responses; None: they are only in memory."""
+    responses_ttl_s: float = 86_400.0
+    """How long a response is stored; 0: nothing is."""
+    max_responses_bytes: int = 128 << 20
+    """The limit on all stored responses; one tenant may use half of it."""
+    max_background: int = 64
+    """The limit on responses of one tenant that are generated in the background."""
     max_callers: int = 64
     """The limit on tenants with a stream to the service."""
     idle_caller_s: float = 60.0

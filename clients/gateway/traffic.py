@@ -4,7 +4,7 @@ Covers only HTTP; the service has its own metrics.
 """
 
 import time
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -60,6 +60,10 @@ class GatewayMetrics:
             "1 if the page also has the service's metrics, else 0.",
             registry=registry,
         )
+
+    def show(self, name: str, meaning: str, read: Callable[[], int]) -> None:
+        """Adds a number that is read for each scrape."""
+        Gauge(name, meaning, registry=self.registry).set_function(read)
 
     def bound(self, connections: Sized, most: int) -> None:
         """Sets the collection of open connections, which is read for each scrape, and the limit ``most`` on them."""

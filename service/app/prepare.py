@@ -292,6 +292,9 @@ def http_options(config: ServeConfig) -> Sequence[str]:
         unknown_fields=config.unknown_fields,
         sse_keep_alive=config.sse_keep_alive,
         objectives=config.objectives,
+        responses_file=config.responses_file,
+        responses_ttl=config.responses_ttl,
+        responses_mib=config.responses_mib,
         # The gateway's responses end with the service's requests; its own grace period must not end them earlier.
         shutdown_grace=math.ceil(config.shutdown_grace) + _HTTP_GRACE_S,
     )

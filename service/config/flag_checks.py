@@ -86,6 +86,8 @@ def check_texts(config: "ServeConfig") -> None:
         read_score_tokens(config.score_tokens)
     if config.override_generation_config is not None:
         check_override(config.override_generation_config)
+    if config.responses_file is not None and not config.responses_ttl:
+        raise ConfigError("--responses-file: not with --responses-ttl 0, which stores nothing; leave one of them out")
     if config.kv_events is not None and not config.enable_prefix_caching:
         raise ConfigError("--kv-events-config: needs prefix caching; leave --no-enable-prefix-caching out, or this one")
 

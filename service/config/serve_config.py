@@ -66,13 +66,9 @@ class ServeConfig:
         "fails", metavar="SECONDS", low=0.01, high=600,
     )  # fmt: skip
     max_model_len: int | None = flag(
-        None,
-        "limit on the tokens of prompt and output together",
-        metavar="N",
-        low=2,
-        high=1 << 24,
+        None, "limit on the tokens of prompt and output together", metavar="N", low=2, high=1 << 24,
         shown="the model's own, or what the KV cache holds",
-    )
+    )  # fmt: skip
     pooling: str | None = flag(
         None, "the hidden states that form an embedding: the last token's, the mean of all, or the first token's",
         choices=["last", "mean", "cls"], shown="from the model's 1_Pooling/config.json, or last",
@@ -145,6 +141,16 @@ class ServeConfig:
         15, "a stream of OpenAI's API that is idle for this long sends a blank line, for proxies; 0 sends none",
         metavar="SECONDS", low=0, high=3600,
     )  # fmt: skip
+    responses_file: Path | None = flag(
+        None, "the file of SQLite that keeps stored responses of OpenAI's API when the service restarts",
+        metavar="FILE", shown="in memory only",
+    )  # fmt: skip
+    responses_ttl: int = flag(
+        86_400, "how long OpenAI's API stores a response; 0 stores none", metavar="SECONDS", low=0, high=31_536_000
+    )
+    responses_mib: int = flag(
+        128, "memory for all stored responses of OpenAI's API", metavar="MIB", low=1, high=1 << 20
+    )
     tls_cert: Path | None = flag(
         None, "the service's certificate and intermediate certificates, in PEM", metavar="FILE",
         shown="no TLS", group="TLS and authentication; changed files are reloaded",
@@ -305,20 +311,13 @@ class ServeConfig:
         4_000_000, "limit on waiting prompt tokens; more are refused", metavar="N", low=1, high=1 << 32
     )
     explain_requests: int = flag(
-        1000,
-        "number of ended requests that penstock explain can show",
-        metavar="N",
-        low=0,
-        high=100_000,
+        1000, "number of ended requests that penstock explain can show", metavar="N", low=0, high=100_000,
         group="operation",
-    )
+    )  # fmt: skip
     drain_delay: float = flag(
-        0.0,
-        "after SIGTERM: how long new requests are still accepted while health reports NOT_SERVING, for load balancers",
-        metavar="SECONDS",
-        low=0,
-        high=3600,
-    )
+        0.0, "after SIGTERM: how long new requests are still accepted while health reports NOT_SERVING, for load "
+        "balancers", metavar="SECONDS", low=0, high=3600,
+    )  # fmt: skip
     shutdown_grace: float = flag(
         30.0, "after SIGTERM: how long running requests may take to finish", metavar="SECONDS", low=0, high=86_400
     )

@@ -24,6 +24,7 @@ from penstock.clients.gateway.schemas.responses import (
     CallItem,
     CallOutputItem,
     CustomCallItem,
+    InputItem,
     MessageItem,
     ReasoningItem,
     RefusalPart,
@@ -75,6 +76,22 @@ class _Conversation:
         )
         self.places.append(_ItemPlace(item, text))
 
+    def add_item(self, item: InputItem, where: str) -> None:
+        """Adds an item of the input, whose path is ``where``."""
+        match item:
+            case MessageItem():
+                self.add_message(item.role, _text(item.content), where, f"{where}.content")
+            case CallItem():
+                self.add_call(_call(item, item.arguments), where, f"{where}.arguments")
+            case CustomCallItem():
+                self.add_call(_call(item, custom_arguments(item.input)), where, f"{where}.input")
+            case CallOutputItem():
+                self.add_message("tool", _text(item.output), where, f"{where}.output", item.call_id)
+            case ReasoningItem():
+                self.add_reasoning(part.text for part in item.content or item.summary or ())
+            case AdditionalToolsItem():
+                self.tools += [(f"{where}.tools[{i}]", tool) for i, tool in enumerate(item.tools)]
+
     def add_reasoning(self, texts: Iterable[str]) -> None:
         """Adds reasoning of the assistant; it belongs to the next item, and is dropped if that has another role."""
         self._reasoning += filter(None, texts)
@@ -103,6 +120,10 @@ class ResponseNames:
 
     def caller_name(self, field: str) -> str:
         """The caller's name of a field of the contract."""
+        name = self._path(field)
+        return _EARLIER if name.startswith(_EARLIER) else name
+
+    def _path(self, field: str) -> str:
         if (found := _MESSAGE.match(field)) is not None:
             place, rest = self._places[int(found[1])], field[found.end() :]
             if found[2] is None:
@@ -125,6 +146,8 @@ class ChatOfResponse:
     names: ResponseNames
 
 
+_EARLIER = "previous_response_id"
+"""The caller's name for the items of earlier turns."""
 _MESSAGE = re.compile(r"(?:start\.)?chat\.messages\[(\d+)\](?:\.tool_calls\[(\d+)\])?(?:\.(\w+))?")
 _TOOL = re.compile(r"(?:start\.)?chat\.tools\[(\d+)\](?:\.function)?(\.parameters_json)?")
 _NAMES: Names = (
@@ -137,10 +160,11 @@ _NAMES: Names = (
 )
 
 
-def as_chat(body: ResponsesRequest) -> ChatOfResponse:
-    """Returns the same request for /v1/chat/completions. Raises GatewayError."""
+def as_chat(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> ChatOfResponse:
+    """Returns the same request for /v1/chat/completions. ``earlier``: the items of the response that it continues, and
+    of those before it. Raises GatewayError."""
     wants_logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ())
-    conversation = _conversation(body)
+    conversation = _conversation(body, earlier)
     given = [(f"tools[{at}]", tool) for at, tool in enumerate(body.tools or ())]
     tools = response_tools([*given, *conversation.tools], body.tool_choice)
     chat = ChatRequest.model_construct(
@@ -175,27 +199,17 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
     )
 
 
-def _conversation(body: ResponsesRequest) -> _Conversation:
+def _conversation(body: ResponsesRequest, earlier: Sequence[InputItem]) -> _Conversation:
     found = _Conversation()
     if body.instructions is not None:
         found.add_message("system", body.instructions, "instructions", "instructions")
+    for item in earlier:
+        found.add_item(item, _EARLIER)
     if isinstance(body.input, str):
         found.add_message("user", body.input, "input", "input")
-    for at, item in enumerate(() if isinstance(body.input, str) else body.input):
-        where = f"input[{at}]"
-        match item:
-            case MessageItem():
-                found.add_message(item.role, _text(item.content), where, f"{where}.content")
-            case CallItem():
-                found.add_call(_call(item, item.arguments), where, f"{where}.arguments")
-            case CustomCallItem():
-                found.add_call(_call(item, custom_arguments(item.input)), where, f"{where}.input")
-            case CallOutputItem():
-                found.add_message("tool", _text(item.output), where, f"{where}.output", item.call_id)
-            case ReasoningItem():
-                found.add_reasoning(part.text for part in item.content or item.summary or ())
-            case AdditionalToolsItem():
-                found.tools += [(f"{where}.tools[{i}]", tool) for i, tool in enumerate(item.tools)]
+    else:
+        for at, item in enumerate(body.input):
+            found.add_item(item, f"input[{at}]")
     found.end()
     return found
 

@@ -21,12 +21,12 @@ from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Abandoned, Arrival, UpstreamRequest
 from penstock.clients.host.error_frames import release_frames
 
-_SSE_HEADERS = (
+SSE_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx passes each part on immediately
 )
-_KEEP_ALIVE = b"\n\n"
+KEEP_ALIVE = b"\n\n"
 """An empty event, which dispatches nothing. Not a comment: programs that strip lines join a comment to the next
 event."""
 _LINE_ENDS = ((b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"), (b"\xc2\x85", rb"\u0085"))
@@ -109,7 +109,7 @@ class StreamingOrWholeResponse(Response):
             release_frames(failure)  # the upstream request keeps it
             error = as_gateway_error(failure, partial(self._caller_name, self._upstream_request.failed_index))
             if has_begun:
-                await _send_part(send, _events(self._writer.failed(error)) + self._last, more=False)
+                await send_part(send, _events(self._writer.failed(error)) + self._last, more=False)
             else:
                 await error.response(scope["path"])(scope, receive, send)
         finally:
@@ -134,7 +134,7 @@ class StreamingOrWholeResponse(Response):
 
     async def _send_stream(self, send: Send) -> None:
         upstream_request, writer = self._upstream_request, self._writer
-        headers = [*_SSE_HEADERS, (b"x-request-id", upstream_request.request_id.encode())]
+        headers = [*SSE_HEADERS, (b"x-request-id", upstream_request.request_id.encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         pending = _events(writer.begin_response(upstream_request.request_id))
 
@@ -147,11 +147,11 @@ class StreamingOrWholeResponse(Response):
                 if data or not portion:
                     pending = b""
                     ticks.postpone()
-                    await _send_part(send, data or _KEEP_ALIVE)
+                    await send_part(send, data or KEEP_ALIVE)
 
         with _Ticks(self._caller.settings.keepalive_s, upstream_request.nudge) as ticks:
             await upstream_request.pass_on(pass_on)
-        await _send_part(send, pending + _events(writer.end()) + self._last, more=False)
+        await send_part(send, pending + _events(writer.end()) + self._last, more=False)
 
 
 class _Ticks:
@@ -191,16 +191,18 @@ async def until_gone(receive: Receive) -> None:
         pass
 
 
-async def _send_part(send: Send, data: bytes, *, more: bool = True) -> None:
+async def send_part(send: Send, data: bytes, *, more: bool = True) -> None:
+    """Sends a part of a body; without ``more``, the last one."""
     await send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 def _events(chunks: Sequence[Json]) -> bytes:
     """Formats chunks as server-sent events (HTML living standard, 9.2)."""
-    return b"".join([_event(chunk) for chunk in chunks])
+    return b"".join([as_event(chunk) for chunk in chunks])
 
 
-def _event(chunk: Json) -> bytes:
+def as_event(chunk: Json) -> bytes:
+    """Formats one chunk as a server-sent event."""
     kind, data = chunk.get("type"), _encode(chunk)
     for line_end, escaped in _LINE_ENDS:
         if line_end in data:

@@ -74,6 +74,12 @@ class ResponseEvents:
         self.response |= {"status": "failed", "error": {"code": code, "message": message}}
         return [*events, self._of_response("response.failed")]
 
+    def cancel(self) -> list[Json]:
+        """Ends an answer that was cancelled; the output so far stays. OpenAI has no event of that name."""
+        events = self._close("incomplete")
+        self.response["status"] = "cancelled"
+        return [*events, self._of_response("response.incomplete")]
+
     def _add_text(self, part: Part, begin: int, end: int) -> list[Json]:
         """Adds a range of a part's content to a message."""
         if begin == end:

@@ -62,6 +62,8 @@ class CallerRoute(APIRoute):
             if request.method != "POST":
                 return await handle(request)
             caller.check_rate()
+            if self.body_field is None:
+                return await handle(request)
             with _counting_refusals(caller):
                 body = [await _receive_body(request, caller)]
             return await self._handle(handle, request, body)

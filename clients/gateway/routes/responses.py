@@ -1,205 +1,238 @@
-"""POST /v1/responses: answers conversations in the format of OpenAI's newer API, by the same path as chat completions.
-
-Nothing is stored, so the paths of stored responses return an error.
-"""
+"""/v1/responses: answers conversations in the format of OpenAI's newer API, by the same path as chat completions.
+Stored responses are fetched, followed, cancelled and deleted by their ids."""
 
 import logging
-import time
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, Literal
+import secrets
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from penstock.clients.events import Finished, Usage
-from penstock.clients.gateway.errors import GatewayError
+import penstock.v1 as pb
+from penstock.clients.gateway.errors import GatewayError, invalid
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.requests.chat import build_chat_start, check_chat, rendered_ids
 from penstock.clients.gateway.requests.response_tools import ResponseTools
-from penstock.clients.gateway.requests.responses import as_chat, format_name
+from penstock.clients.gateway.requests.responses import ChatOfResponse, as_chat, format_name
 from penstock.clients.gateway.requests.sampling import check_model
 from penstock.clients.gateway.responses.chat_stream import ChatReader
 from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse
-from penstock.clients.gateway.responses.response_events import ResponseEvents
+from penstock.clients.gateway.responses.response_writer import ResponseWriter, settled_fields
 from penstock.clients.gateway.routes.caller_route import ERRORS, GENERATION_ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.responses import InputTokens, ResponsesRequest
+from penstock.clients.gateway.stored.background import BackgroundRuns
+from penstock.clients.gateway.stored.followed import Followed, logged_events
+from penstock.clients.gateway.stored.stored_response import (
+    StoredResponse,
+    encoded_input,
+    new_response_id,
+    page_of_items,
+)
+from penstock.clients.gateway.stored.stored_responses import EarlierTurns, StoredResponses
+from penstock.clients.gateway.traffic import HELD_UNTIL_END
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
-from penstock.clients.gateway.upstream.upstream_request import Arrival
-from penstock.v1 import Model
+
+_SESSION_BYTES = 12
 
 _log = logging.getLogger(__name__)
-_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-"""OpenAI's names for failures in a response, by HTTP code; all others are server_error."""
 
 
 def make_router() -> APIRouter:
     """Makes the routes."""
-    reported = set[str]()
     router = APIRouter(route_class=CallerRoute, tags=["generation"])
-
-    @router.post(
+    add = partial(router.add_api_route, response_model=dict[str, Any], responses=ERRORS)
+    add(
         "/v1/responses",
-        response_model=dict[str, Any],
+        respond,
+        methods=["POST"],
         responses=GENERATION_ERRORS,
         summary="Answer a conversation, with OpenAI's newer API",
-        description="The stateless part of OpenAI's Responses API: nothing is stored, so each request has its whole "
-        "input. With `stream`, the answer is a series of OpenAI's typed events; the last one has the whole answer.",
+        description="OpenAI's Responses API. With `stream`, the answer is a series of OpenAI's typed events; the last "
+        "one has the whole answer. With `previous_response_id`, the conversation goes on after a stored response.",
     )
-    async def respond(body: ResponsesRequest, request: Request, caller: CallerDep) -> Response:
-        converted = as_chat(body)
-        for kind in {each.partition("_20")[0] for each in converted.tools.hosted} - reported:
-            reported.add(kind)  # most clients that send a hosted tool send it in every request
-            _log.warning("tools of type %s are not offered to the model: this service runs no hosted tools", kind)
-        chat, names = converted.chat, converted.names
-        check_chat(chat, caller)
-        try:
-            start = build_chat_start(chat, request.headers, caller)
-        except GatewayError as error:
-            raise error.with_param(format_name) from None
-        return StreamingOrWholeResponse(
-            caller,
-            [start],
-            ResponseWriter(body, caller, ChatReader(chat, caller), converted.tools),
-            stream=bool(body.stream),
-            caller_name=lambda _, field: names.caller_name(field),
-            last=b"",
-        )
-
-    @router.post(
+    add(
         "/v1/responses/input_tokens",
-        responses=ERRORS,
+        count,
+        methods=["POST"],
+        response_model=InputTokens,
         summary="Count the input tokens of a response",
         description="Counts the tokens in the prompt of a request to /v1/responses, without answering it.",
     )
-    async def count(body: ResponsesRequest, caller: CallerDep) -> InputTokens:
-        converted = as_chat(body)
-        check_model(body.model, caller)
-        token_ids = await rendered_ids(converted.chat, caller, converted.names.caller_name)
-        return InputTokens(input_tokens=len(token_ids))
-
-    stored = APIRouter(include_in_schema=False)
-
-    @stored.get("/v1/responses/{response_id}")
-    @stored.delete("/v1/responses/{response_id}")
-    @stored.get("/v1/responses/{response_id}/input_items")
-    @stored.post("/v1/responses/{response_id}/cancel")
-    async def not_found(response_id: str) -> Response:
-        problem = "nothing is stored here; keep the responses that you get"
-        raise GatewayError(404, f"response_id: {problem}", param="response_id", code="response_not_found")
-
-    router.include_router(stored)
+    one = "/v1/responses/{response_id}"
+    add(
+        one,
+        retrieve,
+        methods=["GET"],
+        summary="Fetch a stored response",
+        description="With `stream`, the events of a response that was made with `background` and `stream`, from the "
+        "one after `starting_after`, until the response has ended.",
+    )
+    add(one, delete, methods=["DELETE"], summary="Delete a stored response")
+    add(f"{one}/cancel", cancel, methods=["POST"], summary="Cancel a response in the background")
+    add(
+        f"{one}/input_items",
+        input_items,
+        methods=["GET"],
+        summary="List the items that a stored response answers",
+        description="Those of the responses that it continues, and its own input.",
+    )
     return router
 
 
-class WholeResponse:
-    """Returns the response of the last event."""
+class HostedTools:
+    """Logs each type of hosted tool once: most clients that send one send it in every request."""
 
     def __init__(self) -> None:
-        self._response: Json = {}
+        self._reported = set[str]()
 
-    def add_chunk(self, chunk: Json) -> None:
-        self._response = chunk.get("response", self._response)
-
-    def result(self) -> Json:
-        return self._response
-
-
-class ResponseWriter:
-    """Writes the events of a response."""
-
-    whole = WholeResponse
-
-    def __init__(
-        self, body: ResponsesRequest, caller: UpstreamCaller, reader: ChatReader, tools: ResponseTools
-    ) -> None:
-        self._settled = _settled(body, caller.model)
-        self.num_kept_bytes = len(msgspec.json.encode(self._settled))
-        self._reader = reader
-        self._tools = replace(tools, functions=[], places=[], choice=None)  # the others identify the called tools
-        self._events: ResponseEvents
-        self._usage = Usage()
-        self._is_cut = False
-
-    def begin_response(self, request_id: str) -> list[Json]:
-        self._events = ResponseEvents({"id": f"resp_{request_id}"} | self._settled, self._tools.named)
-        return self._events.begin_response()
-
-    async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
-        for _, event in arrivals:
-            if isinstance(event, Finished):
-                self._usage = event.usage
-        events: list[Json] = []
-        for part in await self._reader.read(arrivals):
-            self._is_cut = part.finish_reason == "length"
-            events += self._events.add_part(part)
-        return events
-
-    def end(self) -> list[Json]:
-        """Returns the last events, with the whole response."""
-        return self._events.end(self._usage_json(), is_cut=self._is_cut)
-
-    def failed(self, error: GatewayError) -> list[Json]:
-        """Returns the last events of a failed response, with the output so far and the error."""
-        return self._events.fail(_CODES.get(error.status, "server_error"), error.message)
-
-    def _usage_json(self) -> Json:
-        usage = self._usage
-        return {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": usage.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-            "total_tokens": usage.prompt_tokens + usage.output_tokens,
-        }
+    def report(self, tools: ResponseTools) -> None:
+        for kind in {each.partition("_20")[0] for each in tools.hosted} - self._reported:
+            self._reported.add(kind)
+            _log.warning("tools of type %s are not offered to the model: this service runs no hosted tools", kind)
 
 
-def _settled(body: ResponsesRequest, model: Model) -> Json:
-    """Returns the fields of a response that the request determines; most are copies of the request's."""
-    given = body.model_dump(exclude_none=True, by_alias=True, include=_RETURNED)
-    return {
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": model.name,
-        "background": False,
-        "instructions": None,
-        "max_output_tokens": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
-        "service_tier": "default",
-        "store": False,
-        "temperature": _default(model, "temperature"),
-        "tool_choice": "auto",
-        "tools": [],
-        "top_logprobs": 0,
-        "top_p": _default(model, "top_p"),
-        "truncation": "disabled",
-        "user": None,
-        **given,
-        "text": {"format": {"type": "text"}, "verbosity": "medium"} | given.get("text", {}),
-    }
+async def respond(body: ResponsesRequest, request: Request, caller: CallerDep) -> Response:
+    """Answers, in the background or while the caller waits."""
+    stored, runs = _stored(request), _runs(request)
+    _check_background(body, is_on=stored.is_on)
+    earlier = await _earlier(body, request, caller)
+    converted = as_chat(body, earlier.items)
+    request.app.state.hosted_tools.report(converted.tools)
+    start = _start(converted, request, caller)
+    if earlier.session_id and not start.session_id:
+        start.session_id = earlier.session_id  # the next turn probably follows: the service retains the KV for it
+    is_stored = stored.is_on and body.store is not False
+    response = StoredResponse(
+        new_response_id(),
+        caller.counted_as,
+        body.previous_response_id or "",
+        earlier.session_id or secrets.token_hex(_SESSION_BYTES),
+        encoded_input(body) if is_stored else b"[]",
+    )
+    settled = settled_fields(body, caller.model, response.id, is_stored=is_stored)
+    reader, caller_name = ChatReader(converted.chat, caller), converted.names.caller_name
+    if body.background:
+        writer = ResponseWriter(settled, reader, converted.tools)
+        run = await runs.start(response, start, writer, caller, caller_name, keeps_events=bool(body.stream))
+        caller.keep_of_body(0)  # what is left of it counts as a stored response
+        if body.stream:
+            return Followed(run.follow(0, caller.settings.keepalive_s), run.request_id)
+        return _json(run.snapshot(), {"x-request-id": run.request_id})
+    keep = partial(stored.keep, response) if is_stored else None
+    return StreamingOrWholeResponse(
+        caller,
+        [start],
+        ResponseWriter(settled, reader, converted.tools, keep, len(response.input)),
+        stream=bool(body.stream),
+        caller_name=lambda _, field: caller_name(field),
+        last=b"",
+    )
 
 
-def _default(model: Model, name: Literal["temperature", "top_p"]) -> float:
-    """Returns the default of a sampling field: the model's, in the digits of its file, else 1."""
-    defaults = model.sampling_defaults
-    return float(f"{getattr(defaults, name):.6g}") if defaults.HasField(name) else 1.0
+async def count(body: ResponsesRequest, request: Request, caller: CallerDep) -> InputTokens:
+    """Counts the tokens of a prompt."""
+    earlier = await _earlier(body, request, caller)
+    converted = as_chat(body, earlier.items)
+    check_model(body.model, caller)
+    token_ids = await rendered_ids(converted.chat, caller, converted.names.caller_name)
+    return InputTokens(input_tokens=len(token_ids))
 
 
-_RETURNED = {
-    "instructions",
-    "max_output_tokens",
-    "metadata",
-    "parallel_tool_calls",
-    "reasoning",
-    "temperature",
-    "text",
-    "tool_choice",
-    "tools",
-    "top_logprobs",
-    "top_p",
-    "user",
-}
+async def retrieve(
+    response_id: str,
+    request: Request,
+    caller: CallerDep,
+    stream: bool = False,
+    starting_after: Annotated[int, Query(ge=-1)] = -1,
+) -> Response:
+    """Returns a stored response, or its events."""
+    response = _stored(request).find(response_id, caller.counted_as)
+    run = _runs(request).run_of(response)
+    if not stream:
+        return _whole(response) if run is None else _json(run.snapshot())
+    if run is not None and run.keeps_events:
+        return Followed(run.follow(starting_after + 1, caller.settings.keepalive_s))
+    if not response.content.log:
+        raise invalid("stream", "only for a response that was made with background: true and stream: true")
+    return Followed(logged_events(response.content.log, starting_after + 1))
+
+
+async def delete(response_id: str, request: Request, caller: CallerDep) -> Response:
+    """Deletes a stored response, and ends it if it is in the background."""
+    response = _stored(request).find(response_id, caller.counted_as)
+    await _runs(request).cancel(response)
+    await _stored(request).delete(response)
+    return _json({"id": response_id, "object": "response", "deleted": True})
+
+
+async def cancel(response_id: str, request: Request, caller: CallerDep) -> Response:
+    """Ends a response in the background."""
+    response = _stored(request).find(response_id, caller.counted_as)
+    if not response.content.field("background"):
+        raise invalid("response_id", "this response was not made with background: true; disconnect to cancel one")
+    await _runs(request).cancel(response)
+    return _whole(response)
+
+
+async def input_items(
+    response_id: str,
+    request: Request,
+    caller: CallerDep,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """Returns a page of the items that a stored response answers."""
+    response = _stored(request).find(response_id, caller.counted_as)
+    items = await _stored(request).input_items(response)
+    page = page_of_items(items, limit, after=after, newest_first=order == "desc")
+    if page is None:
+        raise invalid("after", "must be the id of an item of this response")
+    return _json(page)
+
+
+def _check_background(body: ResponsesRequest, *, is_on: bool) -> None:
+    """Raises GatewayError for a response in the background that would not be stored."""
+    if not body.background:
+        return
+    if body.store is False:
+        raise invalid("background", "not with store: false: the response could not be fetched")
+    if not is_on:
+        problem = "is not supported: this gateway stores nothing; stream the answer instead"
+        raise invalid("background", problem, code="unsupported_parameter")
+
+
+async def _earlier(body: ResponsesRequest, request: Request, caller: UpstreamCaller) -> EarlierTurns:
+    held: ExitStack = request.scope[HELD_UNTIL_END]
+    return await _stored(request).earlier_turns(body.previous_response_id, caller.counted_as, held)
+
+
+def _start(converted: ChatOfResponse, request: Request, caller: UpstreamCaller) -> pb.GenerationStart:
+    """Builds the request to the service. Raises GatewayError."""
+    check_chat(converted.chat, caller)
+    try:
+        return build_chat_start(converted.chat, request.headers, caller)
+    except GatewayError as error:
+        raise error.with_param(format_name) from None
+
+
+def _stored(request: Request) -> StoredResponses:
+    stored: StoredResponses = request.app.state.stored_responses
+    return stored
+
+
+def _runs(request: Request) -> BackgroundRuns:
+    runs: BackgroundRuns = request.app.state.background_runs
+    return runs
+
+
+def _whole(response: StoredResponse) -> Response:
+    return Response(response.content.as_json(), media_type="application/json")
+
+
+def _json(answer: Json, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(answer), 200, headers, "application/json")

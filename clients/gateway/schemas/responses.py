@@ -1,4 +1,4 @@
-"""POST /v1/responses: the fields that need no stored responses."""
+"""POST /v1/responses, and the items of its input."""
 
 from collections.abc import Mapping, Set as AbstractSet
 from typing import Annotated, Any, Literal
@@ -18,7 +18,15 @@ from penstock.clients.gateway.schemas.common import (
 )
 from penstock.clients.gateway.schemas.response_tools import AnyTools
 
-_NO_STORE = "nothing is stored here"
+MAX_ITEMS = 4096
+"""The contract's limit of messages: a parsed item takes many times its size in a body."""
+
+
+class Item(Lenient):
+    """What all items have."""
+
+    id: str | None = None
+    """The item's id. Items that are stored without one get one."""
 
 
 class TextPart(Lenient):
@@ -46,7 +54,7 @@ ContentPart = Annotated[
 ]
 
 
-class MessageItem(Lenient):
+class MessageItem(Item):
     """A message of the conversation."""
 
     type: Literal["message"] = "message"
@@ -54,7 +62,7 @@ class MessageItem(Lenient):
     content: str | Items[ContentPart]
 
 
-class CallItem(Lenient):
+class CallItem(Item):
     """A function call in an earlier answer."""
 
     type: Literal["function_call"]
@@ -64,7 +72,7 @@ class CallItem(Lenient):
     arguments: str
 
 
-class CustomCallItem(Lenient):
+class CustomCallItem(Item):
     """A call of a custom tool in an earlier answer."""
 
     type: Literal["custom_tool_call"]
@@ -74,7 +82,7 @@ class CustomCallItem(Lenient):
     input: str
 
 
-class CallOutputItem(Lenient):
+class CallOutputItem(Item):
     """The output of a function call or a custom tool call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -82,7 +90,7 @@ class CallOutputItem(Lenient):
     output: str | Items[ContentPart]
 
 
-class AdditionalToolsItem(Lenient):
+class AdditionalToolsItem(Item):
     """Tools that were added during the conversation. The model sees them with the others."""
 
     type: Literal["additional_tools"]
@@ -95,7 +103,7 @@ class ReasoningText(Lenient):
     text: str
 
 
-class ReasoningItem(Lenient):
+class ReasoningItem(Item):
     """Reasoning before a message or a call in an earlier answer. The chat template may leave it out."""
 
     type: Literal["reasoning"]
@@ -108,9 +116,10 @@ class ItemReference(Lenient):
 
     @model_validator(mode="before")
     @classmethod
-    def _needs_a_memory(cls, item: Any) -> Any:
+    def _is_refused(cls, item: Any) -> Any:
         raise ValueError(
-            f"is an item_reference, but {_NO_STORE}; send the item itself, as clients do with store: false"
+            "is an item_reference, which is not supported; send the item itself, as clients do with store: false, or "
+            "continue its response by previous_response_id"
         )
 
 
@@ -137,8 +146,7 @@ InputItem = Annotated[
 ]
 
 
-InputItems = Annotated[list[InputItem], Field(max_length=4096, fail_fast=True)]
-"""At most the contract's limit of messages: a parsed item takes many times its size in a body."""
+InputItems = Annotated[list[InputItem], Field(max_length=MAX_ITEMS, fail_fast=True)]
 
 
 class TextFormat(BaseModel):
@@ -180,15 +188,16 @@ class ResponseStreamOptions(Strict):
 
 
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "background": ((None, False), f"{_NO_STORE} to be fetched later; stream the answer instead"),
     "context_management": ((None, []), "is not supported; send the input that the model is to see"),
-    "conversation": ((None,), f"{_NO_STORE}; send the whole conversation as input"),
+    "conversation": (
+        (None,),
+        "is not supported; continue a response by previous_response_id, or send the whole conversation as input",
+    ),
     "moderation": ((None,), "is not supported"),
-    "previous_response_id": ((None,), f"{_NO_STORE}; send the whole conversation as input"),
-    "prompt": ((None,), f"{_NO_STORE}; send instructions and input"),
+    "prompt": ((None,), "is not supported: prompts are not stored here; send instructions and input"),
     "truncation": ((None, "disabled"), "input that is too long is refused; shorten it, and leave this out"),
 }
-"""Fields that need stored responses or other services: the values that have no effect, and the remedy."""
+"""Fields that need other services: the values that have no effect, and the remedy."""
 _IGNORED = frozenset({"client_metadata", "max_tool_calls", "prompt_cache_options"})
 """Further ignored fields, besides those of every endpoint: they are for OpenAI's own tools, billing and logs."""
 Includable = Literal[
@@ -205,10 +214,17 @@ Includable = Literal[
 
 
 class ResponsesRequest(SamplingBody):
-    """A request to answer a conversation, in OpenAI's newer API. Nothing is stored: a request has the whole input."""
+    """A request to answer a conversation, in OpenAI's newer API."""
 
     input: str | InputItems = Field(min_length=1, description="A question, or the items of a conversation in order.")
-    instructions: str | None = Field(None, description="A system message to put before the input.")
+    instructions: str | None = Field(None, description="A system message to put before the whole conversation.")
+    previous_response_id: str | None = None
+    """The stored response that this one continues: its input and output, and those of the responses before it, come
+    before this input. Its instructions and tools do not apply."""
+    store: bool | None = None
+    """Whether to store the response, to continue or fetch it later. Default: true."""
+    background: bool | None = None
+    """Whether to generate the response in the background, so that it goes on when the caller disconnects."""
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     """The maximum number of output tokens. Default: as many as fit in the context."""
     stream: bool | None = Field(None, description="Whether to stream the response as server-sent events.")
@@ -238,7 +254,7 @@ class ResponsesRequest(SamplingBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _needs_no_memory(cls, body: Any) -> Any:
+    def _needs_no_others(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
         for name, (asks_for_nothing, remedy) in _REFUSED.items():

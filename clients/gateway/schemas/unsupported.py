@@ -43,7 +43,7 @@ IGNORED = frozenset(
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
-        "store",  # nothing is stored
+        "store",  # only responses are stored
         "user",
     }
 )

@@ -30,6 +30,8 @@ from penstock.clients.gateway.server.exposure import exposure_warning
 from penstock.clients.gateway.server.key_file import CHECK_S
 from penstock.clients.gateway.server.middleware import OuterMiddleware
 from penstock.clients.gateway.settings import GatewaySettings
+from penstock.clients.gateway.stored.background import BackgroundRuns
+from penstock.clients.gateway.stored.stored_responses import StoredResponses
 from penstock.clients.gateway.traffic import GatewayMetrics
 from penstock.clients.gateway.upstream.body_budget import BodyBudget
 from penstock.clients.gateway.upstream.service_link import ServiceLink
@@ -100,14 +102,28 @@ class GatewayApp(FastAPI):
         return described
 
 
+def _show_stored(metrics: GatewayMetrics, stored: StoredResponses, runs: BackgroundRuns) -> None:
+    metrics.show(
+        "penstock_gateway_stored_responses", "Stored responses, including those in the background.", stored.count
+    )
+    metrics.show("penstock_gateway_stored_bytes", "Bytes of stored responses, as the limits count them.", stored.size)
+    metrics.show(
+        "penstock_gateway_background_responses", "Responses that are being generated in the background.", runs.count
+    )
+
+
 def create_app(settings: GatewaySettings) -> FastAPI:
     """Creates the app. Its link to the service (``app.state.link``) opens with the app's lifespan; the HTTP server
     reports connections to ``app.state.gateway_metrics``. Routes for identified callers are on routers with
-    ``route_class=CallerRoute``, and get the caller by ``CallerDep`` (see ``routes/caller_route.py``)."""
+    ``route_class=CallerRoute``, and get the caller by ``CallerDep`` (see ``routes/caller_route.py``). Raises
+    PenstockError if the file of stored responses cannot be used."""
+    turns = ParseTurns()
+    stored = StoredResponses(settings, turns)
+    runs = BackgroundRuns(stored, settings.max_background, lambda: getattr(app.state, "stop_at", 0.0))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with ServiceLink(settings) as link, _key_watch(link), exposure_warning(link):
+        async with ServiceLink(settings) as link, _key_watch(link), exposure_warning(link), stored, runs:
             app.state.link = link
             yield
 
@@ -129,7 +145,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         routes += router.routes
     install_handlers(app, routes)
     app.state.gateway_metrics = GatewayMetrics()
-    app.state.parse_turns = ParseTurns()
+    _show_stored(app.state.gateway_metrics, stored, runs)
+    app.state.parse_turns = turns
+    app.state.stored_responses = stored
+    app.state.background_runs = runs
+    app.state.hosted_tools = responses.HostedTools()
     app.state.body_budget = BodyBudget(settings.max_bodies_bytes)
     app.state.ignored_fields = IgnoredFields(app.state.gateway_metrics.registry)
     app.add_middleware(
@@ -142,7 +162,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
-            allow_methods=("GET", "HEAD", "OPTIONS", "POST"),
+            allow_methods=("DELETE", "GET", "HEAD", "OPTIONS", "POST"),
             allow_headers=("*",),
             allow_private_network=True,
             expose_headers=("Request-Id", "Retry-After", "Retry-After-Ms", "X-Request-Id", "X-Should-Retry"),

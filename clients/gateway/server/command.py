@@ -51,6 +51,8 @@ def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
     """Reads the app's settings from the flags. Raises PenstockError."""
     if arguments.require_tenant_header and not arguments.tenant_header:
         raise PenstockError("--require-tenant-header: needs --tenant-header as well: name the header")
+    if arguments.responses_file is not None and not arguments.responses_ttl:
+        raise PenstockError("--responses-file: not with --responses-ttl 0, which stores nothing; omit one of them")
     # A key in the environment is a person's: every client of the gateway would use it.
     key = None if arguments.api_key_file is None else read_key(arguments.api_key_file)
     service = connection(arguments, arguments.target or default_target())
@@ -70,6 +72,9 @@ def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
         max_bodies_bytes=_max_bodies_mib(arguments) << 20,
         ignores_unknown_fields=arguments.unknown_fields == "ignore",
         objectives=arguments.objectives,
+        responses_file=arguments.responses_file,
+        responses_ttl_s=arguments.responses_ttl,
+        max_responses_bytes=arguments.responses_mib << 20,
     )
 
 

@@ -43,6 +43,7 @@ def make_parser() -> CommandParser:
     add_listener_flags(flags, default_port=8000)
     _add_serving_flags(flags)
     _add_request_flags(parser.add_argument_group("requests"))
+    _add_response_flags(parser.add_argument_group("stored responses"))
     return parser
 
 
@@ -146,6 +147,23 @@ def _add_request_flags(flags: "argparse._ArgumentGroup") -> None:
         metavar="SECONDS",
         help="deadline of every generation (default: none; it ends when its caller disconnects)",
     )
+
+
+def _add_response_flags(flags: "argparse._ArgumentGroup") -> None:
+    flags.add_argument(
+        "--responses-file", type=Path, metavar="FILE",
+        help="file of SQLite that keeps stored responses when the gateway restarts; only this user can read it "
+        "(default: they are only in memory)",
+    )  # fmt: skip
+    flags.add_argument(
+        "--responses-ttl", type=_number(0, 31_536_000), default=86_400, metavar="SECONDS",
+        help="how long a response of /v1/responses is stored; 0 stores none (default: %(default)s)",
+    )  # fmt: skip
+    flags.add_argument(
+        "--responses-mib", type=_number(1, 1 << 20), default=128, metavar="N",
+        help="memory for all stored responses, and the file has as much; a tenant may take half of it, and the oldest "
+        "responses give way (default: %(default)s)",
+    )  # fmt: skip
 
 
 def _number(low: int, high: int) -> Callable[[str], int]:

@@ -137,11 +137,14 @@ def _unix_socket(path: Path) -> socket.socket:
 
 class HttpServer(uvicorn.Server):
     """Stops at the first signal after running responses have ended, and at the second immediately. Prints a greeting
-    once it serves."""
+    once it serves. While it stops, ``app.state.stop_at`` is the time, on the loop's clock, until which the app may
+    continue work that no connection waits for."""
 
     def __init__(self, app: Starlette, http: HttpSettings, greeting: str = "") -> None:
         self._places = places = ConnectionPlaces(http.max_connections, http.max_unread_bytes)
         super().__init__(_config(app, http, places))
+        self._state = app.state
+        self._state.stop_at = 0.0
         app.state.gateway_metrics.bound(self.server_state.connections, places.max_connections)
         self._http = http
         self._greeting = greeting
@@ -204,6 +207,7 @@ class HttpServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._certificate_watch.stop()
+        self._state.stop_at = asyncio.get_running_loop().time() + self._http.shutdown_s
         if self._beating is not None:
             self._beating.cancel()
         await super().shutdown(sockets)
@@ -211,6 +215,7 @@ class HttpServer(uvicorn.Server):
     def _stop(self) -> None:
         self.force_exit = self.should_exit
         self.should_exit = True
+        self._state.stop_at = 0.0
 
 
 def _config(app: Starlette, http: HttpSettings, places: ConnectionPlaces) -> uvicorn.Config:

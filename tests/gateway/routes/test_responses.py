@@ -1,4 +1,4 @@
-"""POST /v1/responses, by the openai package: whole, streamed, with tools and reasoning; what needs a memory is refused.
+"""POST /v1/responses, by the openai package: whole, streamed, with tools and reasoning; what is refused.
 
 The model says what the prompt tells it to after SAY, a byte a token.
 """
@@ -71,7 +71,7 @@ def test_a_question_gets_its_answer(respond):
     assert message.id.startswith("msg_")
     assert (response.metadata, response.user, response.temperature) == ({"a": "b"}, "me", 0.5)
     assert (response.error, response.incomplete_details, response.previous_response_id) == (None, None, None)
-    assert response.model_extra["store"] is False
+    assert response.model_extra["store"] is True
     assert response.text.format.type == "text"
     usage = response.usage
     assert usage.input_tokens == len("user\nSAY welcomeassistant\n") + 3
@@ -290,9 +290,8 @@ def test_text_after_a_call_that_comes_with_the_calls_end_comes_after_it():
 @pytest.mark.parametrize(
     ("body", "param", "why"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation as input"),
-        ({"conversation": "conv_1"}, "conversation", "send the whole conversation as input"),
-        ({"background": True}, "background", "stream the answer instead"),
+        ({"conversation": "conv_1"}, "conversation", "previous_response_id, or send the whole conversation as input"),
+        ({"background": True, "store": False}, "background", "not with store: false"),
         ({"prompt": {"id": "p"}}, "prompt", "send instructions and input"),
         ({"truncation": "auto"}, "truncation", "shorten it"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "must be text, json_object or json_schema"),
@@ -325,7 +324,7 @@ def test_what_cannot_be_done_is_refused_by_name(scripted, body, param, why, stre
 def test_what_changes_nothing_is_accepted(respond):
     response = respond(
         "SAY a",
-        store=True,
+        store=False,
         background=False,
         truncation="disabled",
         service_tier="auto",
@@ -338,13 +337,6 @@ def test_what_changes_nothing_is_accepted(respond):
     )
     assert response[-1].response.output_text == "a"
     assert response[-1].response.model_extra["store"] is False
-
-
-def test_a_stored_response_is_not_found(client):
-    for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-        with pytest.raises(openai.NotFoundError) as caught:
-            call("resp_1")
-        assert (caught.value.param, "nothing is stored here" in caught.value.message) == ("response_id", True)
 
 
 def test_another_model_is_not_found(client):

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
@@ -63,6 +64,11 @@ def test_help_has_examples_and_every_flag(capsys):
         ),
         (["--allowed-hosts", "a.example:80"], "--allowed-hosts: must be names without a port, separated by commas"),
         (["--objectives", "[]"], "--objectives: must be an object with a priority for each name, such as"),
+        (
+            ["--responses-file", "/none/responses"],
+            "--responses-file /none/responses: No such file or directory; give a file that this user can write",
+        ),
+        (["--responses-file", "f", "--responses-ttl", "0"], "--responses-file: not with --responses-ttl 0"),
         (["--host", ""], "; choose another with --host, such as 127.0.0.1"),
         (["--fd", "1000000"], "cannot listen on --fd 1000000: Bad file descriptor; give the number of an open socket"),
         (["--unix-socket", "/tmp/" + "x" * 200], "AF_UNIX path too long; choose another path"),
@@ -103,6 +109,12 @@ def test_a_port_in_use_is_named(capsys):
 )
 def test_an_address_that_other_machines_can_reach_is_known(flags, address):
     assert gateway_settings(make_parser().parse_args(flags)).exposed_address == address
+
+
+def test_what_is_stored_is_set():
+    flags = ["--responses-file=f", "--responses-ttl=60", "--responses-mib=3"]
+    settings = gateway_settings(make_parser().parse_args(flags))
+    assert (settings.responses_file, settings.responses_ttl_s, settings.max_responses_bytes) == (Path("f"), 60, 3 << 20)
 
 
 def test_the_priorities_of_objectives_are_set():

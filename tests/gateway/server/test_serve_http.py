@@ -254,6 +254,7 @@ def test_missing_packages_are_reported_before_anything_is_loaded(monkeypatch, ca
         (["--http-host", "0.0.0.0"], "--http-host: needs --http-port as well: give that too"),
         (["--allowed-origins", "https://a.example/page"], "--allowed-origins: must be origins without a path"),
         (["--allowed-hosts", "a.example:80"], "--allowed-hosts: must be names without a port"),
+        (["--responses-file", "f", "--responses-ttl", "0"], "--responses-file: not with --responses-ttl 0"),
         (["--http-port", "70000"], "--http-port: must be 0 to 65,535; it is 70,000"),
         (
             ["--http-port", "0", "--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a"],
@@ -269,7 +270,8 @@ def test_flags_that_make_no_sense_are_refused(flags, named):
 def test_the_gateway_gets_its_options():
     http = ["--http-host=::1", "--http-port=0", "--tls-cert=c", "--tls-key=k", "--shutdown-grace=2.5"]
     other = ["--allowed-origins=*", "--allowed-hosts=llm.example", "--unknown-fields=ignore", "--sse-keep-alive=5"]
-    config = parse_config([*http, *other])
+    stored = ["--responses-file=f", "--responses-ttl=60"]
+    config = parse_config([*http, *other, *stored])
     assert config.http_address == "[::1]:0"
     assert prepare.http_options(config) == [
         "--http-tls-cert=c",
@@ -279,6 +281,9 @@ def test_the_gateway_gets_its_options():
         "--allowed-hosts=llm.example",
         "--unknown-fields=ignore",
         "--sse-keep-alive=5",
+        "--responses-file=f",
+        "--responses-ttl=60",
+        "--responses-mib=128",
         "--shutdown-grace=13",
     ]
 

@@ -240,6 +240,21 @@ def comes_back(name: str, value: object) -> Holds:
     return comes
 
 
+def is_stored(expected: bool) -> Holds:
+    """And says so."""
+
+    def is_kept(answer: Answer, ask: Ask) -> None:
+        assert answer.raw.store is expected
+
+    return is_kept
+
+
+def is_continued(answer: Answer, ask: Ask) -> None:
+    """The next prompt has it, and what it answered."""
+    alone, continued = ask(), ask(previous_response_id=answer.raw.id)
+    assert continued.prompt_tokens >= alone.prompt_tokens + answer.prompt_tokens
+
+
 def is_of_length(length: int) -> Holds:
     """Each vector, of so many values, has length 1."""
 

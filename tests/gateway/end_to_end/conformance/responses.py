@@ -13,7 +13,9 @@ from .claims import (
     has_no_logprobs,
     has_reasoning,
     has_two_calls,
+    is_continued,
     is_said,
+    is_stored,
     leaves_it_in_the_text,
     limits_the_output,
     reads_as_system,
@@ -95,9 +97,13 @@ OWN = (
     Case("tool_choice", "allowed_tools", {**says(CALL), "tool_choice": ALLOWED}, has_a_call, service="scripted"),
     Case("tool_choice", "a hosted tool", {"tool_choice": {"type": "web_search"}}, support=REFUSED),
     Case("background", "false", {"background": False}),
-    Case("background", "true", {"background": True}, support=REFUSED),
-    Case("store", "false", {"store": False}),
-    Case("store", "true, which stores nothing either", {"store": True}),
+    Case("background", "true: it goes on when its client disconnects", {"background": True},
+         whole={"background": None}),
+    Case("background", "true with store: false", {"background": True, "store": False}, support=REFUSED),
+    Case("store", "false", {"store": False}, is_stored(False)),
+    Case("store", "true", {"store": True}, is_stored(True)),
+    Case("previous_response_id", "the stored response whose conversation goes on", {}, is_continued),
+    Case("previous_response_id", "an unknown one", {"previous_response_id": "resp_1"}, support=REFUSED, status=404),
     Case("client_metadata", "", {"client_metadata": {"a": "b"}}, support=IGNORED),
     Case("truncation", "disabled", {"truncation": "disabled"}),
     Case("truncation", "auto", {"truncation": "auto"}, support=REFUSED),
@@ -105,7 +111,7 @@ OWN = (
         Case(name, "", {name: value}, support=REFUSED)
         for name, value in {
             "context_management": [{"type": "compaction"}], "conversation": "conv_1",
-            "previous_response_id": "resp_1", "prompt": {"id": "pmpt_1"},
+            "prompt": {"id": "pmpt_1"},
         }.items()
     ),
 )  # fmt: skip
