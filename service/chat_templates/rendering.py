@@ -5,7 +5,7 @@ at any time (``process``).
 """
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from penstock.service.chat_templates.text import own_text
 
 _ROLES = frozenset({"assistant", "developer", "system", "tool", "user"})
 """OpenAI's roles."""
+_INSTRUCTIONS = frozenset({"developer", "system"})
 
 
 class RenderError(Exception):
@@ -57,7 +58,21 @@ class CompiledTemplate:
         """The roles that messages may have."""
 
     def render(self, chat: TemplateInput) -> str:
-        """Returns the prompt. Raises RenderError if the template refuses the messages, or fails on them."""
+        """Returns the prompt. If the template refuses the messages, their instructions are moved to the beginning.
+        Raises RenderError if it refuses that too, or fails on them."""
+        try:
+            return self._render_in_order(chat)
+        except RenderError as error:
+            moved = _with_system_first(chat.messages)
+            if moved == list(chat.messages):
+                raise
+            first = error
+        try:
+            return self._render_in_order(replace(chat, messages=moved))
+        except RenderError:
+            raise first from first.__cause__
+
+    def _render_in_order(self, chat: TemplateInput) -> str:
         if not chat.continue_final_message:
             return self._render(chat)
         # The same way as in transformers: the space shows whether the template strips the ends of messages.
@@ -74,7 +89,7 @@ class CompiledTemplate:
         Raises RenderError as ``render`` does, and if the template does not show answers unchanged."""
         answer = f"answer{secrets.token_hex(16)}"
         turn = [TemplateMessage("user", "question"), TemplateMessage("assistant", answer)]
-        before, _, after = self.render(replace(chat, messages=[*turn, *chat.messages])).rpartition(answer)
+        before, _, after = self._render_in_order(replace(chat, messages=[*turn, *chat.messages])).rpartition(answer)
         if not before or answer in before:
             raise RenderError(TemplateFailure.ANSWER_NOT_SHOWN)
         return after
@@ -159,3 +174,14 @@ def _simplified(message: TemplateMessage) -> TemplateMessage:
     # gpt-oss's template accepts either content or reasoning next to a call.
     reasoning = None if message.content and message.tool_calls else message.reasoning
     return message._replace(content=message.content or "", tool_calls=calls or message.tool_calls, reasoning=reasoning)
+
+
+def _with_system_first(messages: Sequence[TemplateMessage]) -> list[TemplateMessage]:
+    """Returns a conversation whose instructions are one message at its beginning, as in vLLM and SGLang: many templates
+    refuse others."""
+    instructions = [message for message in messages if message.role in _INSTRUCTIONS]
+    if not instructions:
+        return list(messages)
+    text = "\n".join(message.content for message in instructions if message.content)
+    others = [message for message in messages if message.role not in _INSTRUCTIONS]
+    return [instructions[0]._replace(content=text), *others]

@@ -43,8 +43,6 @@ def check_chat(body: ChatRequest, caller: UpstreamCaller) -> None:
         raise invalid("top_logprobs", "only with logprobs: true")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise invalid("max_tokens", "differs from max_completion_tokens, which means the same; send one of them")
-    if body.max_tokens == 0 or body.max_completion_tokens == 0:
-        raise invalid(max_tokens_name(body), "must be at least 1")
     if body.continue_final_message and body.add_generation_prompt:
         raise invalid("continue_final_message", "not with add_generation_prompt: true")
     if body.echo and not body.continue_final_message:

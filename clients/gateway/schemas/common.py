@@ -9,8 +9,8 @@ from penstock.clients.gateway.schemas.unsupported import IGNORED, UNSUPPORTED, w
 
 T = TypeVar("T")
 UInt32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
-TokenLimit = Annotated[int, Field(ge=0)]
-"""Any value; more than the context leaves is reduced to that."""
+TokenLimit = Annotated[int, Field(ge=1)]
+"""More than the context leaves is reduced to that."""
 NumKept = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 TRUNCATE = (
     "The maximum number of prompt tokens to keep; -1: as many as fit in the context. Default: a prompt that is too "

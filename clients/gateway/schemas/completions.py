@@ -9,7 +9,6 @@ from penstock.clients.gateway.schemas.common import (
     PromptLogprobs,
     Prompts,
     ResponseFormat,
-    TokenLimit,
     UInt32,
     UsageInfo,
     few,
@@ -25,7 +24,7 @@ class CompletionRequest(GenerationBody):
 
     prompt: Annotated[Prompts, few(MAX_PROMPTS, "prompts")]
     """A text, token ids, or a list of either. The choices are returned in the order of the prompts."""
-    max_tokens: TokenLimit | None = Field(
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(
         None,
         description="The maximum number of tokens in each choice. Larger values are reduced to the room left in the "
         f"context. 0 generates nothing and needs echo. Default: {DEFAULT_MAX_TOKENS}.",

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from penstock.clients.gateway.schemas.common import MAX_TOOLS, Body, Items, Lenient, Strict, UInt32, type_of
+from penstock.clients.gateway.schemas.common import MAX_TOOLS, Body, Items, Lenient, Strict, TokenLimit, UInt32, type_of
 from penstock.clients.gateway.schemas.unsupported import without_foreign_fields
 
 _NOT_SUPPORTED = "must be text: other content is not supported"
@@ -174,7 +174,7 @@ class CountTokensRequest(Body):
 class MessagesRequest(CountTokensRequest):
     """A request to answer a conversation."""
 
-    max_tokens: UInt32 = Field(ge=1, description="The maximum number of output tokens.")
+    max_tokens: TokenLimit = Field(description="The maximum number of output tokens.")
     stream: bool | None = Field(None, description="Whether to stream the answer as server-sent events.")
     temperature: float | None = None
     top_p: float | None = None

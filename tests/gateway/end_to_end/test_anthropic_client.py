@@ -164,7 +164,16 @@ async def test_the_asynchronous_client(scripted):
 
 BAD = {
     "a wrong value": ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError, "temperature"),
-    "no limit": ({"max_tokens": 0}, anthropic.BadRequestError, "max_tokens"),
+    "no output": (
+        {"max_tokens": 0},
+        anthropic.BadRequestError,
+        "max_tokens: Input should be greater than or equal to 1",
+    ),
+    "a negative limit": (
+        {"max_tokens": -1},
+        anthropic.BadRequestError,
+        "max_tokens: Input should be greater than or equal to 1",
+    ),
     "no messages": ({"messages": []}, anthropic.BadRequestError, "messages: must not be empty"),
     "another model": ({"model": "nobody"}, anthropic.NotFoundError, "model"),
     "an unknown field": ({"extra_body": {"nonsense": 1}}, anthropic.BadRequestError, "nonsense: unknown field"),

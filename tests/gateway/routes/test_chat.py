@@ -176,6 +176,13 @@ async def test_max_tokens_is_cut_to_what_the_context_leaves(gateway, name):
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("value", [0, -1])
+async def test_a_limit_below_one_is_refused_with_the_least_valid_one(gateway, name, value):
+    error = (await gateway.post(PATH, messages=messages("x"), **{name: value})).json()["error"]
+    assert (error["param"], error["message"]) == (name, f"{name}: Input should be greater than or equal to 1")
+
+
 async def test_tokens_of_reasoning_are_counted_whether_it_is_shown_or_not(scripted_gateway):
     for shows in (True, False, None):
         answer = await whole_of(scripted_gateway, "<think>because</think>So.", include_reasoning=shows, n=2)

@@ -136,6 +136,41 @@ def test_any_other_role_is_refused_with_those_that_there_are(role, load):
     check_chat(pb.Chat(messages=messages[:1]), template)
 
 
+SYSTEM_FIRST = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system first') }}"
+    "{% endif %}{{ m.role }}:{{ m.content }};{% endfor %}"
+)
+MIXED = [
+    TemplateMessage("system", "one"),
+    TemplateMessage("user", "two"),
+    TemplateMessage("developer", "three"),
+    TemplateMessage("assistant", None),
+    TemplateMessage("system", "four"),
+]
+
+
+def test_later_instructions_join_the_first_ones_where_the_template_refuses_them(load):
+    strict, lenient = load(SYSTEM_FIRST), load(SYSTEM_FIRST.replace("raise_exception('system first')", "''"))
+    assert strict.render_chat(TemplateInput(MIXED)) == "system:one\nthree\nfour;user:two;assistant:;"
+    assert strict.render_chat(TemplateInput(MIXED[1:3])) == "system:three;user:two;"
+    in_order = "system:one;user:two;system:three;assistant:;system:four;"
+    assert lenient.render_chat(TemplateInput(MIXED)).replace("None", "") == in_order
+
+
+def test_instructions_after_an_answer_stay_after_it_or_are_refused(load):
+    strict, lenient = load(SYSTEM_FIRST), load(SYSTEM_FIRST.replace("raise_exception('system first')", "''"))
+    later = TemplateInput([TemplateMessage("system", "four"), TemplateMessage("user", "five")])
+    assert lenient.decode(lenient.encode_chat_after(later)) == ";system:four;user:five;"
+    with pytest.raises(ServiceError, match="system first"):
+        strict.encode_chat_after(later)
+
+
+def test_a_refusal_is_that_of_the_messages_as_they_were_given(load):
+    template = SYSTEM_FIRST + "{{ raise_exception('never') if messages[0].role == 'system' }}"
+    with pytest.raises(ServiceError, match="system first"):
+        load(template).render_chat(TemplateInput(MIXED[1:3]))
+
+
 def test_the_developer_is_the_system_where_the_template_knows_none(load):
     chat = TemplateInput([TemplateMessage("developer", "x")])
     assert load("{{ messages[0].role }}").render_chat(chat) == "system"
