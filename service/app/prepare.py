@@ -17,6 +17,7 @@ from penstock.clients.host.distribution import install_command
 from penstock.clients.host.machine import Machine, inspect_machine
 from penstock.clients.host.routing_headers import read_objectives
 from penstock.models.checkpoint.checkpoint import check_checkpoint, resolve_model
+from penstock.models.checkpoint.digest import digest_checkpoint
 from penstock.models.checkpoint.gguf.tokenizer import write_tokenizer
 from penstock.models.checkpoint.pooling_config import read_embedding
 from penstock.models.errors import ModelError
@@ -120,6 +121,7 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         max_connections=config.max_connections,
         contracts=read_contracts(config.contracts),
         model_files=ModelFiles(path, tokenizer),
+        checkpoint=digest_checkpoint(path, tokenizer, has_weights=has_weights),
         authenticator=files.authenticator,
         embedding=embedding,
         head=head,

@@ -39,7 +39,7 @@ from penstock.service.errors import (
     to_status,
 )
 from penstock.service.requests.contexts import StoredContext
-from penstock.service.requests.generate import PreparedRequest, ResponseMode
+from penstock.service.requests.generate import ResponseMode
 from penstock.service.requests.live.changes import (
     Replaceable,
     apply_change,
@@ -51,9 +51,9 @@ from penstock.service.requests.live.injection import Injections, Refuse
 from penstock.service.requests.live.open_prompt import OpenPrompt, Prepare
 from penstock.service.requests.live.request_context import RequestContext
 from penstock.service.requests.preparation import Origin, preparation_limit, unqueued_end
+from penstock.service.requests.resumption import PreparedRequest
 from penstock.service.streaming.messages import accepted_message, finished_message, injected_message
 from penstock.service.streaming.outbox import RequestReceiver
-from penstock.service.streaming.parsed_output import ParsingReceiver
 from penstock.service.telemetry.metrics import End
 from penstock.service.telemetry.request_end import report_end
 from penstock.service.telemetry.tracing import NO_SPAN
@@ -130,6 +130,8 @@ class RequestLifecycle:
         self._refusal: ServiceError | None = None
         """The error that ended the request, unless the engine ended it."""
         self._span = NO_SPAN
+        self._ticket = b""
+        self._replayed: Sequence[SequenceDelta] = ()
 
     @property
     def has_ended(self) -> bool:
@@ -244,10 +246,10 @@ class RequestLifecycle:
 
     async def _enter(self, prepare: Prepare, context: StoredContext | None, after: "asyncio.Task[None] | None") -> None:
         try:
-            request, parsers = await self._prepared(prepare, context)
+            prepared = await self._prepared(prepare, context)
             del prepare, context
-            if parsers:
-                self._receiver, self._form = ParsingReceiver(self._receiver, parsers), self._form._replace(parsed=True)
+            self._receiver, self._form = prepared.received_by(self._receiver, self._form)
+            request, self._ticket, self._replayed = prepared.request, prepared.ticket, prepared.replayed
             if after is not None and not after.done():
                 await asyncio.wait({after}, timeout=ORDER_WAIT_S)
             request.deadline = self._deadline
@@ -320,7 +322,10 @@ class RequestLifecycle:
             self._span.timeline = self._request_context.engine.explain(self.request_id)
         num_tokens, age_s = len(self._request.prompt_token_ids), time.monotonic() - self._arrival
         ids = (self.ref, self.request_id, self._client_request_id)
-        self._receiver.accepted(accepted_message(*ids, num_tokens, event, age_s))
+        self._receiver.accepted(accepted_message(*ids, num_tokens, event, age_s, self._ticket))
+        replayed, self._replayed = self._replayed, ()
+        for delta in replayed:
+            self._receiver.delta(self.ref, delta, self._form, False)
 
     def _refuse(self, error: BaseException) -> None:
         """Ends the request with the status of an exception."""
