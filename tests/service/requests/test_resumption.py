@@ -3,6 +3,7 @@ no ticket allows is refused by name."""
 
 import hashlib
 from collections import defaultdict
+from typing import Any
 
 import grpc
 import pytest
@@ -51,7 +52,7 @@ class Received:
         self.texts, self.reasoning, self.calls = defaultdict(str), defaultdict(str), defaultdict(list)
         self.logprobs, self.lengths, self.ends = defaultdict(list), defaultdict(list), {}
         self.ticket = b""
-        self.finished = None
+        self.finished: Any = None
 
     def take(self, message):
         if message.HasField("accepted"):
@@ -126,7 +127,7 @@ def resumed_everywhere(start, whole, n=1):
         yield received
 
 
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "greedy": ({"temperature": 0}, {}),
     "sampled": ({}, {}),
     "with a seed": ({"seed": 7}, {}),

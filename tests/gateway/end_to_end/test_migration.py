@@ -1,0 +1,167 @@
+"""Two live services, one of which is killed under its streams: each ends with the tokens that it would have had, over
+gRPC and over HTTP."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+from serve_process import serving, target_of
+
+from penstock.clients import AsyncClient, RequestFailed
+from penstock.clients.events import Completion, Delta, Event, collect
+from penstock.clients.requests import build_start
+
+SERVE = ("demo", "--port=0", "--dtype=float32", "--max-model-len=1024", "--threads=1", "--kv-cache-memory-bytes=64M")
+STORY = "Once upon a time, in a town by the sea, there was a"
+CHAT = [{"role": "user", "content": "Tell me a long story about the sea."}]
+SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 99999}, "minItems": 100}
+REQUESTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "greedy": (STORY, {"temperature": 0.0, "seed": 1}),
+    "sampled": (STORY, {"seed": 11}),
+    "two choices": (STORY, {"n": 2, "seed": 5, "presence_penalty": 1.0, "frequency_penalty": 0.5}),
+    "stop strings": (STORY, {"seed": 4, "stop": ["\u2603 never", "e q"]}),
+    "log-probabilities": (STORY, {"seed": 9, "logprobs": 2, "repetition_penalty": 1.1}),
+    "constrained": (CHAT, {"seed": 3, "ignore_eos": False, "constraint": {"json_schema": SCHEMA}}),
+    "parsed": (CHAT, {"seed": 8, "parse_reasoning": True}),
+    "only text": (CHAT, {"seed": 6, "format": "text"}),
+}
+MAX_TOKENS = 250
+NUM_BEFORE = 20
+"""Tokens that each request has when its replica is killed."""
+Served = tuple[Any, str]
+
+
+@pytest.fixture(scope="module")
+def survivor() -> Iterator[str]:
+    with serving(*SERVE) as (_, greeting):
+        yield target_of(greeting)
+
+
+@pytest.fixture
+def victim() -> Iterator[tuple[Any, str]]:
+    with serving(*SERVE) as (process, greeting):
+        yield process, target_of(greeting)
+
+
+def start_of(name: str) -> Any:
+    prompt, options = REQUESTS[name]
+    return build_start(prompt, {"max_tokens": MAX_TOKENS, "ignore_eos": True, **options})
+
+
+def state(completion: Completion) -> Any:
+    """What may not depend on replicas."""
+    usage = completion.usage
+    return completion.choices, usage.prompt_tokens, usage.output_tokens, completion.finished.seed
+
+
+async def run(client: AsyncClient, name: str, note: Callable[[Event], None] = lambda event: None) -> Any:
+    """The whole output of a request, whose events are noted."""
+    request, events = client.send(start_of(name)), []
+    async with request:
+        while some := await request.take():
+            for event in some:
+                note(event)
+            events += some
+    return state(collect(events, REQUESTS[name][1].get("n", 1)))
+
+
+async def test_clients_go_on(survivor: str, victim: tuple[Any, str]) -> None:
+    process, target = victim
+    async with AsyncClient(survivor) as client:
+        undisturbed = {name: await run(client, name) for name in REQUESTS}
+    counts: Counter[str] = Counter()
+
+    def counting(name: str) -> Callable[[Event], None]:
+        def note(event: Event) -> None:
+            counts[name] += isinstance(event, Delta)
+            if min(counts[each] for each in REQUESTS) >= NUM_BEFORE:
+                process.kill()
+
+        return note
+
+    async with AsyncClient(f"{target},{survivor}") as client:
+        runs = [run(client, name, counting(name)) for name in REQUESTS]
+        outcomes = dict(zip(REQUESTS, await asyncio.gather(*runs), strict=True))
+        assert client.num_moves >= len(REQUESTS)
+        for name in REQUESTS:
+            assert outcomes[name] == undisturbed[name], name
+        assert (await client.complete(STORY, max_tokens=3)).usage.output_tokens == 3
+    async with AsyncClient(target) as alone:
+        with pytest.raises(RequestFailed):
+            await alone.complete(STORY)
+
+
+HTTP: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"seed": 3},
+    "two choices": {"n": 2, "seed": 4, "logprobs": True, "top_logprobs": 2},
+    "stop": {"seed": 5, "stop": ["\u2603 never", "e q"], "stream_options": {"include_usage": True}},
+    "JSON": {"seed": 6, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+}
+
+
+def without_ids(chunk: Any) -> Any:
+    """A chunk without what differs from run to run: the ids of the request, the time, and the cached tokens."""
+    plain = chunk.model_dump(exclude={"id", "created"})
+    (plain.get("usage") or {}).pop("prompt_tokens_details", None)
+    return plain
+
+
+def joined(chunks: list[Any]) -> Any:
+    """The whole answer, however it was divided into chunks."""
+    texts: dict[int, str] = {}
+    logprobs: dict[int, list[Any]] = {}
+    rest = []
+    for chunk in map(without_ids, chunks):
+        for choice in chunk["choices"]:
+            index, content = choice["index"], choice["delta"].pop("content", None)
+            texts[index] = texts.get(index, "") + (content or "")
+            logprobs.setdefault(index, []).extend((choice.pop("logprobs", None) or {}).get("content") or [])
+            rest += [(index, choice["delta"].get("role"), choice["finish_reason"])] if choice["finish_reason"] else []
+        rest += [chunk["usage"]] if chunk.get("usage") else []
+    return texts, logprobs, sorted(map(str, rest))
+
+
+async def ask(client: openai.AsyncOpenAI, name: str, note: Callable[[str], None] = lambda name: None) -> Any:
+    options = {"max_tokens": MAX_TOKENS, **HTTP[name]}
+    ignore = {} if name == "JSON" else {"ignore_eos": True}
+    chunks = []
+    stream = await client.chat.completions.create(
+        model="demo",
+        messages=CHAT,
+        stream=True,
+        extra_body=ignore,
+        **options,  # type: ignore[arg-type]
+    )
+    async for chunk in stream:
+        chunks.append(chunk)
+        note(name)
+    return joined(chunks)
+
+
+async def test_openai_clients_notice_nothing(
+    survivor: str, victim: tuple[Any, str], http_before: Callable[..., Any]
+) -> None:
+    process, target = victim
+    options: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 120}
+    async with http_before(survivor) as (_, http), openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", **options) as api:
+        undisturbed = {name: await ask(api, name) for name in HTTP}
+    counts: Counter[str] = Counter()
+
+    def note(name: str) -> None:
+        counts[name] += 1
+        if min(counts[each] for each in HTTP) >= NUM_BEFORE:
+            process.kill()
+
+    gateway = http_before(f"{target},{survivor}")
+    async with gateway as (_, http), openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", **options) as api:
+        outcomes = dict(zip(HTTP, await asyncio.gather(*(ask(api, name, note) for name in HTTP)), strict=True))
+        for name in HTTP:
+            assert outcomes[name] == undisturbed[name], name
+        assert (await ask(api, "greedy")) == undisturbed["greedy"]
+        page = (await http.get("/metrics")).text
+        [moves] = [line for line in page.splitlines() if line.startswith("penstock_gateway_moves_total ")]
+        assert float(moves.split()[1]) >= len(HTTP)
