@@ -223,14 +223,25 @@ def random_bytes(rng: random.Random, descriptor: Descriptor, wildness: float) ->
     return raw
 
 
-def good_starts(rng: random.Random) -> list[bytes]:
-    """Creates requests that later frames can change and append to. Some have open prompts, and some replace another
-    one. Other refs stay unknown."""
+def resumed(rng: random.Random, start: pb.GenerationStart, ticket: bytes) -> None:
+    """Makes a start the rest of a request that had any tokens, and of which any part was received."""
+    start.resume_from.ticket = ticket if rng.random() < 0.9 else flip(rng, ticket)
+    choice = start.resume_from.choices.add(has_ended=rng.random() < 0.1)
+    choice.token_ids.extend(rng.choices(range(rng.choice((200, VOCAB_SIZE, VOCAB_SIZE + 1))), k=rng.choice((0, 3, 99))))
+    for count in ("text_chars", "reasoning_chars", "tool_calls", "argument_chars"):
+        setattr(choice, count, rng.choice((0, 1, len(choice.token_ids), 2**32 - 1)))
+
+
+def good_starts(rng: random.Random, ticket: bytes) -> list[bytes]:
+    """Creates requests that later frames can change and append to. Some have open prompts, some replace another one,
+    and some continue that of the ticket. Other refs stay unknown."""
     sampling = pb.SamplingParams(max_tokens=100, ignore_eos=True)
     frames = []
     for ref in (1, 2, 3, 4):
         older = rng.choice((0, 0, 1, 2, 3))
         start = pb.GenerationStart(ref=ref, text="hi", sampling=sampling, open=rng.random() < 0.5, supersedes=older)
+        if not start.open and rng.random() < 0.3:
+            resumed(rng, start, ticket)
         frames += [pb.GenerateRequest(start=start), pb.GenerateRequest(append=pb.GenerationAppend(ref=ref, text="!"))]
     return [frame.SerializeToString() for frame in frames]
 
@@ -244,6 +255,8 @@ class Fuzzer:
     def __init__(self, callers: grpc.aio.Channel, admins: grpc.aio.Channel, seed: int) -> None:
         self.callers = callers
         self.admins = admins
+        self.ticket = b""
+        """What resumes a request for "hi"."""
         self.rng = random.Random(seed)
         self.codes: Counter[str] = Counter()
         self.num_sent = 0
@@ -264,7 +277,7 @@ class Fuzzer:
         wildness = self.rng.choice((0.0, 0.02, 0.1, 0.5))
         frames = [random_bytes(self.rng, method.request, wildness) for _ in range(num_frames)]
         if method.path.endswith("/Generate") and self.rng.random() < 0.5:
-            frames = [*good_starts(self.rng), *frames]
+            frames = [*good_starts(self.rng, self.ticket), *frames]
         self.num_sent += num_frames
         is_watched = method.gives_stream and not method.path.startswith(NOT_WATCHED)
         patience = 0.02 if is_watched else LIMIT_S
@@ -320,6 +333,10 @@ async def fuzz(start_service: Any, caplog: Any, methods: list[Method], num_messa
     service = await start_service(executor, SchedulerConfig(max_num_seqs=64), admin_listen="127.0.0.1:0")
     config = service.engine.config
     fuzzer = Fuzzer(service.channel, service.admin_channel, seed)
+    sampling = pb.SamplingParams(max_tokens=100, ignore_eos=True)
+    start = pb.GenerationStart(text="hi", sampling=sampling)
+    async for message in service.generation.GenerateOne(pb.GenerateOneRequest(start=start)):
+        fuzzer.ticket = message.accepted.resume_ticket or fuzzer.ticket
     await fuzzer.send(num_messages, methods)
     assert not fuzzer.faults, "\n".join(fuzzer.faults[:5])
     assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
