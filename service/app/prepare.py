@@ -95,7 +95,6 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
     checkpoint = check_checkpoint(path, has_weights)
     checkpoint.choose_quantization(config.quantization)
     checkpoint.spec.divided(config.tensor_parallel_size)
-    defaults = _sampling_defaults(path, config)
     pooling = None if config.pooling is None else Pooling(config.pooling)
     if checkpoint.classifier is not None or config.score_tokens is not None:
         pooling = pooling or Pooling.LAST  # modules.json describes the classifier, if anything
@@ -126,7 +125,7 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         embedding=embedding,
         head=head,
         generates=checkpoint.classifier is None,
-        sampling_defaults=defaults,
+        sampling_defaults=_sampling_defaults(path, config),
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
         speculation=speculation,

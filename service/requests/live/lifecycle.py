@@ -70,6 +70,11 @@ class RequestLifecycle:
     """One request, from ``begin_request`` to its end. ``receiver.finished`` is called exactly once, as the last of the
     receiver's methods, and ``on_end`` after it."""
 
+    _ticket = b""
+    """What other replicas need to resume the request."""
+    _replayed: Sequence[SequenceDelta] = ()
+    """The output of a resumed request so far, until it is accepted."""
+
     def __init__(
         self,
         request_context: RequestContext,
@@ -130,8 +135,6 @@ class RequestLifecycle:
         self._refusal: ServiceError | None = None
         """The error that ended the request, unless the engine ended it."""
         self._span = NO_SPAN
-        self._ticket = b""
-        self._replayed: Sequence[SequenceDelta] = ()
 
     @property
     def has_ended(self) -> bool:

@@ -16,7 +16,7 @@ from penstock.clients.requests import build_start
 
 SERVE = ("demo", "--port=0", "--dtype=float32", "--max-model-len=1024", "--threads=1", "--kv-cache-memory-bytes=64M")
 STORY = "Once upon a time, in a town by the sea, there was a"
-CHAT = [{"role": "user", "content": "Tell me a long story about the sea."}]
+CHAT: Any = [{"role": "user", "content": "Tell me a long story about the sea."}]
 SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 99999}, "minItems": 100}
 REQUESTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "greedy": (STORY, {"temperature": 0.0, "seed": 1}),
@@ -129,12 +129,8 @@ async def ask(client: openai.AsyncOpenAI, name: str, note: Callable[[str], None]
     options = {"max_tokens": MAX_TOKENS, **HTTP[name]}
     ignore = {} if name == "JSON" else {"ignore_eos": True}
     chunks = []
-    stream = await client.chat.completions.create(
-        model="demo",
-        messages=CHAT,
-        stream=True,
-        extra_body=ignore,
-        **options,  # type: ignore[arg-type]
+    stream: Any = await client.chat.completions.create(
+        model="demo", messages=CHAT, stream=True, extra_body=ignore, **options
     )
     async for chunk in stream:
         chunks.append(chunk)

@@ -171,9 +171,6 @@ def complete(message: Any) -> None:
             message.function.name = "x"
         case pb.MediaContent():
             message.mime_type = message.mime_type or "image/png"
-        case pb.ResumeFrom():
-            message.ticket = message.ticket or b"x"
-            message.choices.extend([] if message.choices else [pb.ReceivedOutput()])
         case pb.EmbedRequest() | pb.ClassifyRequest() if not message.inputs:
             message.inputs.add(text="x")
         case pb.ScoreRequest():
