@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from penstock.models.checkpoint.gguf_check import shard_names
+
 DIGEST_BYTES = 8
 _HEAD_BYTES = 1 << 20
 """The beginning of a file of weights that is read: the names, types and shapes of its tensors, or many of them."""
@@ -26,7 +28,8 @@ class CheckpointDigest(NamedTuple):
 def digest_checkpoint(path: Path, tokenizer: Path, *, has_weights: bool) -> CheckpointDigest:
     """Digests the model at ``path``, a directory or a GGUF file, and the directory of its tokenizer. ``has_weights``:
     whether the weights come from files. Raises OSError."""
-    weights: Iterable[Path] = [path] if path.is_file() else path.glob("*.safetensors")
+    names = shard_names(path.name) if path.is_file() else ()
+    weights: Iterable[Path] = [path.parent / name for name in names] or path.glob("*.safetensors")
     return CheckpointDigest(
         config=_digest([] if path.is_file() else [path / "config.json"], samples=False),
         weights=_digest(sorted(weights) if has_weights else [], samples=True),

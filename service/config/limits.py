@@ -53,7 +53,8 @@ MAX_LIVE_REQUESTS_CAP = 1 << 20
 MAX_LISTED_REQUESTS = 1000
 """Limit on the requests in a page, and on the ids of one cancellation."""
 MAX_RESUMED_TOKENS = 1 << 17
-"""Limit on the received tokens of a request that is resumed, of all its choices: they become text on the event loop."""
+"""Limit on the received tokens of a request that is resumed, of all its choices: they take up to some seconds of a
+tokenizer's thread."""
 MAX_TICKET_BYTES = 128
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_REGEX_BYTES = 64 << 10

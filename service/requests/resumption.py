@@ -23,7 +23,7 @@ from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.parsers.base import AnswerParser
 from penstock.service.streaming.outbox import RequestReceiver
-from penstock.service.streaming.parsed_output import ParsingReceiver
+from penstock.service.streaming.parsed_output import ParsedChoice, ParsingReceiver
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.streaming.resumed_output import ResumingReceiver
 
@@ -83,20 +83,20 @@ class PreparedRequest(NamedTuple):
     """A request that is ready for the queue."""
 
     request: Request
-    parsers: Sequence[AnswerParser]
-    """One parser for each choice; none if the output is not parsed."""
+    choices: Sequence[ParsedChoice]
+    """One for each choice; none if the output is not parsed."""
     ticket: bytes = b""
     received: Sequence[pb.ReceivedOutput] = ()
     """What its caller has of each choice, if it continues the request of another replica."""
     replayed: Sequence[SequenceDelta] = ()
-    """The output that its resumed tokens release, which brings parsers to where they were."""
+    """The output that its resumed tokens release. It is parsed already, because that may take long."""
 
     def received_by(self, receiver: RequestReceiver, form: OutputForm) -> tuple[RequestReceiver, OutputForm]:
         """Returns the receiver of the engine's output, which parses it and drops what the caller has, and its form."""
         if self.received:
             receiver = ResumingReceiver(receiver, self.received)
-        if self.parsers:
-            receiver, form = ParsingReceiver(receiver, self.parsers), form._replace(parsed=True)
+        if self.choices:
+            receiver, form = ParsingReceiver(receiver, self.choices), form._replace(parsed=True)
         return receiver, form
 
 
@@ -146,22 +146,21 @@ class Tickets:
             short_digest(_sampling(sampling)),
         )
         content = _LAYOUT.pack(_VERSION, sampling.seed, b"".join(own), b"")[:-DIGEST_BYTES]
-        prepared = PreparedRequest(request, parsers, content + short_digest(content))
+        choices = [ParsedChoice(index, parser) for index, parser in enumerate(parsers)]
+        prepared = PreparedRequest(request, choices, content + short_digest(content))
         if not start.HasField("resume_from"):
             return prepared
         _compare(_read(start.resume_from.ticket)[1], own)
         received = start.resume_from.choices
         if any(choice.token_ids for choice in received):
-            resumed, replayed = self._replay(request, received)
-            request.resumed = resumed
-            prepared = prepared._replace(replayed=replayed)
+            prepared = prepared._replace(replayed=self._replay(request, choices, received))
         return prepared._replace(received=received)
 
     def _replay(
-        self, request: Request, received: Sequence[pb.ReceivedOutput]
-    ) -> tuple[list[ResumedSequence], list[SequenceDelta]]:
-        """Returns the sequences after the received tokens, and the output that these release. Raises ServiceError for
-        tokens that no output can begin with."""
+        self, request: Request, choices: Sequence[ParsedChoice], received: Sequence[pb.ReceivedOutput]
+    ) -> list[SequenceDelta]:
+        """Brings the sequences of a request, and its parsers, to where the received tokens end; returns the output that
+        these release. Raises ServiceError for tokens that no output can begin with."""
         sequences: list[ResumedSequence] = []
         replayed: list[SequenceDelta] = []
         for index, choice in enumerate(received):
@@ -175,9 +174,12 @@ class Tickets:
                 problem = f"the output ends with the token at {sequence.output.num_tokens - 1}, and {number} are given"
                 raise invalid(field, problem)
             sequences.append(sequence)
+            if delta is not None and choices:
+                delta = choices[index].parse(delta)
             if delta is not None:
                 replayed.append(delta)
-        return sequences, replayed
+        request.resumed = sequences
+        return replayed
 
 
 def _tenant(tenant: str) -> bytes:

@@ -133,7 +133,7 @@ class UpstreamCaller:
 
     def keep_of_body(self, num_bytes: int) -> None:
         """Counts only ``num_bytes`` of the request's body from now on: the part that the answer still needs."""
-        if self.body is not None:
+        if self.body is not None and len(split_targets(self.settings.service.target)) == 1:  # others keep the prompt
             self.body.shrink_to(num_bytes)
 
     def check_rate(self) -> None:

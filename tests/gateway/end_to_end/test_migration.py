@@ -3,17 +3,19 @@ gRPC and over HTTP."""
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import httpx
 import openai
 import pytest
 from serve_process import serving, target_of
 
 import penstock.v1 as pb
 from penstock.clients import AsyncClient, RequestFailed
-from penstock.clients.events import Completion, Delta, Event, collect
+from penstock.clients.events import Completion, Delta, collect
 from penstock.clients.requests import build_start
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -31,10 +33,9 @@ REQUESTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "parsed": (CHAT, {"seed": 8, "parse_reasoning": True}),
     "only text": (CHAT, {"seed": 6, "format": "text"}),
 }
-MAX_TOKENS = 250
+MAX_TOKENS = 200
 NUM_BEFORE = 20
 """Tokens that each request has when its replica is killed."""
-Served = tuple[Any, str]
 
 
 @pytest.fixture(scope="module")
@@ -60,41 +61,16 @@ def state(completion: Completion) -> Any:
     return completion.choices, usage.prompt_tokens, usage.output_tokens, completion.finished.seed
 
 
-async def run(client: AsyncClient, name: str, note: Callable[[Event], None] = lambda event: None) -> Any:
-    """The whole output of a request, whose events are noted."""
+async def run(client: AsyncClient, name: str, note: Callable[[str], None] = lambda name: None) -> Any:
+    """The whole output of a request, whose deltas are noted."""
     request, events = client.send(start_of(name)), []
     async with request:
         while some := await request.take():
             for event in some:
-                note(event)
+                if isinstance(event, Delta):
+                    note(name)
             events += some
     return state(collect(events, REQUESTS[name][1].get("n", 1)))
-
-
-async def test_clients_go_on(survivor: str, victim: tuple[Any, str]) -> None:
-    process, target = victim
-    async with AsyncClient(survivor) as client:
-        undisturbed = {name: await run(client, name) for name in REQUESTS}
-    counts: Counter[str] = Counter()
-
-    def counting(name: str) -> Callable[[Event], None]:
-        def note(event: Event) -> None:
-            counts[name] += isinstance(event, Delta)
-            if min(counts[each] for each in REQUESTS) >= NUM_BEFORE:
-                process.kill()
-
-        return note
-
-    async with AsyncClient(f"{target},{survivor}") as client:
-        runs = [run(client, name, counting(name)) for name in REQUESTS]
-        outcomes = dict(zip(REQUESTS, await asyncio.gather(*runs), strict=True))
-        assert client.num_moves >= 1
-        for name in REQUESTS:
-            assert outcomes[name] == undisturbed[name], name
-        assert (await client.complete(STORY, max_tokens=3)).usage.output_tokens == 3
-    async with AsyncClient(target) as alone:
-        with pytest.raises(RequestFailed):
-            await alone.complete(STORY)
 
 
 async def test_tokens_that_no_output_can_begin_with(survivor: str) -> None:
@@ -102,7 +78,7 @@ async def test_tokens_that_no_output_can_begin_with(survivor: str) -> None:
     start = start_of("constrained")
     async with grpc.aio.insecure_channel(survivor) as channel:
         stub = GenerationServiceStub(channel)
-        call = stub.GenerateOne(pb.GenerateOneRequest(start=start))
+        call: Any = stub.GenerateOne(pb.GenerateOneRequest(start=start))
         start.resume_from.ticket = (await call.read()).accepted.resume_ticket
         call.cancel()
         start.resume_from.choices.add(token_ids=range(40))
@@ -160,26 +136,47 @@ async def ask(client: openai.AsyncOpenAI, name: str, note: Callable[[str], None]
     return joined(chunks)
 
 
-async def test_openai_clients_notice_nothing(
-    survivor: str, victim: tuple[Any, str], http_before: Callable[..., Any]
-) -> None:
-    process, target = victim
+@asynccontextmanager
+async def clients(
+    target: str, http_before: Callable[..., Any]
+) -> AsyncIterator[tuple[AsyncClient, openai.AsyncOpenAI, httpx.AsyncClient]]:
+    """A client of the services, one of a gateway in front of them, and one for the gateway's other pages."""
     options: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 120}
-    async with http_before(survivor) as (_, http), openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", **options) as api:
-        undisturbed = {name: await ask(api, name) for name in HTTP}
+    async with (
+        AsyncClient(target) as client,
+        http_before(target) as (_, http),
+        openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", **options) as api,
+    ):
+        yield client, api, http
+
+
+async def test_streams_go_on(survivor: str, victim: tuple[Any, str], http_before: Callable[..., Any]) -> None:
+    process, target = victim
+    async with clients(survivor, http_before) as (client, api, _):
+        undisturbed = {name: await run(client, name) for name in REQUESTS}
+        undisturbed_http = {name: await ask(api, name) for name in HTTP}
     counts: Counter[str] = Counter()
 
     def note(name: str) -> None:
         counts[name] += 1
-        if min(counts[each] for each in HTTP) >= NUM_BEFORE:
+        if len(counts) == len(REQUESTS) + len(HTTP) and min(counts.values()) >= NUM_BEFORE:
             process.kill()
 
-    gateway = http_before(f"{target},{survivor}")
-    async with gateway as (_, http), openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", **options) as api:
-        outcomes = dict(zip(HTTP, await asyncio.gather(*(ask(api, name, note) for name in HTTP)), strict=True))
-        for name in HTTP:
-            assert outcomes[name] == undisturbed[name], name
-        assert (await ask(api, "greedy")) == undisturbed["greedy"]
+    async with clients(f"{target},{survivor}", http_before) as (client, api, http):
+        outcomes, outcomes_http = await asyncio.gather(
+            asyncio.gather(*(run(client, name, note) for name in REQUESTS)),
+            asyncio.gather(*(ask(api, name, lambda name: note(f"HTTP {name}")) for name in HTTP)),
+        )
+        for name, outcome in zip(REQUESTS, outcomes, strict=True):
+            assert outcome == undisturbed[name], name
+        for name, outcome in zip(HTTP, outcomes_http, strict=True):
+            assert outcome == undisturbed_http[name], name
+        assert client.num_moves
         page = (await http.get("/metrics")).text
         [moves] = [line for line in page.splitlines() if line.startswith("penstock_gateway_moves_total ")]
-        assert float(moves.split()[1]) >= 1
+        assert float(moves.split()[1])
+        assert (await client.complete(STORY, max_tokens=3)).usage.output_tokens == 3
+        assert (await ask(api, "greedy")) == undisturbed_http["greedy"]
+    async with AsyncClient(target) as alone:
+        with pytest.raises(RequestFailed):
+            await alone.complete(STORY)

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+from typing import Any
 
 import grpc
 import pytest
@@ -12,7 +13,7 @@ from penstock.clients.failover import carried_request
 from penstock.models.checkpoint.digest import CheckpointDigest
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 
-OPTIONS = {"max_tokens": 120, "seed": 3, "ignore_eos": True}
+OPTIONS: Any = {"max_tokens": 120, "seed": 3, "ignore_eos": True}
 OTHER = CheckpointDigest(b"1" * 8, b"2" * 8, b"3" * 8)
 
 
@@ -126,7 +127,9 @@ async def test_cancelled_while_no_service_is_left(start_service, monkeypatch):
         async with request:
             assert await request.take()
             await first.server.stop()
-            while request._carried._waiting is None:  # noqa: ASYNC110 - there is no event for it
+            carried = request._carried
+            assert carried is not None
+            while carried._waiting is None:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0.001)
             request.cancel()
             with pytest.raises(RequestFailed) as failure:
