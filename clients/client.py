@@ -27,7 +27,7 @@ from penstock.clients.classification import (
 from penstock.clients.embeddings import Embeddings, EmbedOptions, Input, build_embed_request, embed_at_once
 from penstock.clients.errors import PenstockError, RequestFailed, failure_from_call
 from penstock.clients.events import Completion, Delta
-from penstock.clients.failover.target_list import TargetList, open_targets, split_targets
+from penstock.clients.failover.target_list import channel_for_stream, open_targets, split_targets
 from penstock.clients.health import is_serving
 from penstock.clients.request_stream import RequestStream, only_deltas
 from penstock.clients.requests import Options, Prompt, build_start
@@ -256,15 +256,14 @@ class AsyncClient:
         """Returns the open stream, or a new one in place of a broken one or of ``avoid``, at the next target."""
         channel = self._channel()
         if avoid is not None and avoid is self._stream:
-            if isinstance(channel, TargetList):
-                channel.move_on()
             if avoid.is_open:
                 avoid.leave()
                 self._left = [stream for stream in self._left if stream.is_open] + [avoid]
             self._stream = None
         if self._stream is None or not self._stream.is_open:
-            stub = GenerationServiceStub(channel)
-            self._stream = GenerateStream(lambda: stub.Generate(metadata=self._metadata), self.target)
+            one = channel_for_stream(channel, None if avoid is None else avoid.channel)
+            stub = GenerationServiceStub(one)
+            self._stream = GenerateStream(lambda: stub.Generate(metadata=self._metadata), self.target, one)
         return self._stream
 
     async def _unary(

@@ -122,8 +122,10 @@ def _ready(coroutine: Coroutine[object, object, T]) -> T:
 class GenerateStream:
     """Carries requests until it breaks or is closed. A broken stream is not repaired; its owner opens a new one."""
 
-    def __init__(self, open_call: Callable[[], Call], target: str) -> None:
+    def __init__(self, open_call: Callable[[], Call], target: str, channel: grpc.aio.Channel | None = None) -> None:
+        """``channel`` is that of ``open_call``, by which its owner leaves a target."""
         self._target = target
+        self.channel = channel
         self._live: dict[int, Receiver] = {}
         self._refs = itertools.count(1)
         self._outgoing: asyncio.Queue[pb.GenerateRequest | None] = asyncio.Queue()

@@ -28,6 +28,15 @@ def open_targets(target: str, tls: Tls | None) -> "grpc.aio.Channel | TargetList
     return TargetList([open_channel(each, tls) for each in targets])
 
 
+def channel_for_stream(channel: "grpc.aio.Channel | TargetList", avoid: object = None) -> grpc.aio.Channel:
+    """Returns the channel for a new stream, of one target; not ``avoid`` if there is another one."""
+    if not isinstance(channel, TargetList):
+        return channel
+    if avoid is not None:
+        channel.leave(avoid)
+    return channel.channel()
+
+
 class TargetList(grpc.aio.Channel):
     """Makes every call at the current target, until that one is left or has lost its connection; then at the next."""
 
@@ -40,8 +49,13 @@ class TargetList(grpc.aio.Channel):
     def __len__(self) -> int:
         return len(self._channels)
 
-    def move_on(self) -> None:
-        """Makes the next target the current one."""
+    def leave(self, channel: object) -> None:
+        """Makes the next target the current one, if ``channel`` is that of the current one. Several streams may find
+        out that it is gone."""
+        if channel is self._channels[self._current]:
+            self._move_on()
+
+    def _move_on(self) -> None:
         self._current = (self._current + 1) % len(self._channels)
         self._was_ready = False
 
@@ -53,7 +67,7 @@ class TargetList(grpc.aio.Channel):
             if not is_gone and not (self._was_ready and state is not grpc.ChannelConnectivity.READY):
                 self._was_ready = state is grpc.ChannelConnectivity.READY
                 break
-            self.move_on()
+            self._move_on()
         return self._channels[self._current]
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
@@ -62,13 +76,14 @@ class TargetList(grpc.aio.Channel):
         async def call(request: Any, *, wait_for_ready: bool = False, **call_options: Any) -> Any:
             """Calls one target after the other while there is no connection. ``wait_for_ready`` has no effect."""
             for number_left in reversed(range(len(methods))):
-                method = methods[self._channels.index(self.channel())]
+                channel = self.channel()
+                method = methods[self._channels.index(channel)]
                 try:
                     return await method(request, **call_options)
                 except grpc.aio.AioRpcError as error:
                     if error.code() is not grpc.StatusCode.UNAVAILABLE or not number_left:
                         raise
-                self.move_on()
+                self.leave(channel)
             raise AssertionError("the last target's error is raised")
 
         return call

@@ -70,13 +70,13 @@ class SharedStream:
     def __init__(
         self,
         of: PlaceName,
-        open_stream: Callable[[Metadata, bool], GenerateStream],
+        open_stream: Callable[[Metadata, GenerateStream | None], GenerateStream],
         on_end: Callable[["SharedStream"], None],
         num_targets: int = 1,
         on_move: Callable[[], None] = lambda: None,
     ) -> None:
-        """``open_stream`` opens a stream; at the next target if the flag is set. ``on_end`` is called when one of its
-        requests has ended, and ``on_move`` when one continues at another target."""
+        """``open_stream`` opens a stream, at another target than that of the given stream. ``on_end`` is called when
+        one of its requests has ended, and ``on_move`` when one continues at another target."""
         self._num_targets = num_targets
         self._on_move = on_move
         self.of = of
@@ -108,7 +108,7 @@ class SharedStream:
             if leaves and avoid is not None:
                 avoid.leave()
             if leaves or self._stream is None or not self._stream.is_open:
-                self._stream = self._open_stream(identity.metadata, leaves)
+                self._stream = self._open_stream(identity.metadata, avoid)
                 self._opened_with = identity.metadata
             return self._stream
 

@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 import penstock.v1 as pb
 from penstock.clients.channel import call_metadata
 from penstock.clients.errors import RequestFailed, failure_from_call
-from penstock.clients.failover.target_list import TargetList, open_targets, split_targets
+from penstock.clients.failover.target_list import channel_for_stream, open_targets, split_targets
 from penstock.clients.gateway.errors import GatewayError, try_again
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.tracing import trace_metadata
@@ -47,10 +47,9 @@ callers."""
 
 
 class _Stubs:
-    """The service's methods on one channel."""
+    """The service's methods besides generation, on one channel."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.generation = GenerationServiceStub(channel)
         self.model = ModelServiceStub(channel)
         self.tokenizer = TokenizerServiceStub(channel)
         self.embedding = EmbeddingServiceStub(channel)
@@ -295,10 +294,10 @@ class ServiceLink:
             del self._identities[forgotten.name]
         return place
 
-    def _open_stream(self, metadata: Metadata, leaves_target: bool) -> GenerateStream:
-        if leaves_target and isinstance(self._channel, TargetList):
-            self._channel.move_on()
-        return GenerateStream(lambda: self.stubs.generation.Generate(metadata=metadata), self.settings.service.target)
+    def _open_stream(self, metadata: Metadata, avoid: GenerateStream | None) -> GenerateStream:
+        channel = channel_for_stream(self._channel, None if avoid is None else avoid.channel)
+        stub = GenerationServiceStub(channel)
+        return GenerateStream(lambda: stub.Generate(metadata=metadata), self.settings.service.target, channel)
 
     def _make_room(self) -> None:
         if len(self._places) < self.settings.max_callers:
