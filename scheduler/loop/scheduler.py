@@ -106,6 +106,7 @@ class Scheduler:
         timeline.accepted(entry.position, ttft_s)
         request.sink(RequestAccepted(entry.num_cached_tokens, entry.position, ttft_s))
         if request.resumed:
+            self.counters.resumed_requests += 1
             self._output_processor.end_resumed(live)
 
     def update_request(self, request_id: str, change: Change) -> bool:

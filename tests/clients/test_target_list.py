@@ -25,10 +25,15 @@ def test_a_list_has_commas(target, targets):
     assert split_targets(target) == targets
 
 
+def target_list(target: str) -> TargetList:
+    targets = open_targets(target, None)
+    assert isinstance(targets, TargetList)
+    return targets
+
+
 async def test_several_streams_leave_a_target_only_once():
     """Each finds out for itself that its target is gone."""
-    async with open_targets("127.0.0.1:1,127.0.0.1:2,127.0.0.1:3", None) as targets:
-        assert isinstance(targets, TargetList)
+    async with target_list("127.0.0.1:1,127.0.0.1:2,127.0.0.1:3") as targets:
         first = channel_for_stream(targets)
         seconds = [channel_for_stream(targets, first) for _ in range(4)]
         assert len(set(map(id, seconds))) == 1
@@ -38,7 +43,7 @@ async def test_several_streams_leave_a_target_only_once():
 
 
 async def test_a_call_goes_to_the_first_target_that_answers():
-    async with FakeService().serving() as service, open_targets(f"127.0.0.1:1,{service.target}", None) as targets:
+    async with FakeService().serving() as service, target_list(f"127.0.0.1:1,{service.target}") as targets:
         assert await is_serving(targets, timeout=60)
         assert channel_for_stream(targets) is targets._channels[1]
 
@@ -46,7 +51,7 @@ async def test_a_call_goes_to_the_first_target_that_answers():
 async def test_a_target_that_lost_its_connection_is_not_tried_first():
     async with FakeService().serving() as other:
         async with FakeService().serving() as service:
-            targets = open_targets(f"{service.target},{other.target}", None)
+            targets = target_list(f"{service.target},{other.target}")
             assert await is_serving(targets, timeout=60)
             assert channel_for_stream(targets) is targets._channels[0]
         async with targets, asyncio.timeout(60):
