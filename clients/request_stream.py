@@ -81,8 +81,9 @@ class RequestStream:
     def supersede(self, older: "RequestStream") -> None:
         """Lets this request, which has not begun, replace an older one of the same client. When it is accepted, the
         older one ends: its events end with a ``Finished`` that is ``superseded``. If it is refused, the older one
-        continues. Does nothing if the older one has not begun or has ended."""
-        self._older = older
+        continues. Does nothing if this one has begun, or if the older one has not begun or has ended."""
+        if self._carried is None:
+            self._older = older
 
     def _live_ref(self, carrier: GenerateStream) -> int:
         """Returns the request's ref on this stream; 0 if it is not live there."""

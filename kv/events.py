@@ -8,7 +8,7 @@ subscribers.
 import secrets
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ class KvEventLog:
         self.block_size = block_size
         self.find_tiers = find_tiers
         self.keeps_details = False
-        """Whether a move between tiers counts as a change, and whether origins are kept."""
+        """Whether a move between tiers counts as a change, and whether sessions are kept."""
         self.stream_id = secrets.token_hex(8)
         """Identifies this log; sequence numbers are valid only within it."""
         self.sequence = 1
@@ -71,8 +71,8 @@ class KvEventLog:
         self._pack = struct.Struct(f"<{block_size}I")
         # Hash -> the length of the parent's hash, that hash, the token ids and the tenant: 140 bytes for 16 tokens.
         self._contents: dict[bytes, bytes] = {}
-        # The origins that readers need: those of blocks that begin a sequence, and of blocks with a session.
-        self._origins: dict[bytes, BlockOrigin] = {}
+        self._sessions: dict[bytes, str] = {}
+        """The sessions of blocks that have one."""
         self._wakes: list[Callable[[], None]] = []
 
     def stored(
@@ -81,14 +81,14 @@ class KvEventLog:
         """Records that a block can be found from now on."""
         packed = self._pack.pack(*token_ids)
         self._contents[block_hash] = bytes((len(parent_hash),)) + parent_hash + packed + origin.tenant.encode()
-        if self.keeps_details and (origin.session_id or not parent_hash):
-            self._origins[block_hash] = origin
+        if self.keeps_details and origin.session_id:
+            self._sessions[block_hash] = origin.session_id
         self._record(block_hash)
 
     def removed(self, block_hash: bytes) -> None:
         """Records that a block can no longer be found."""
         del self._contents[block_hash]
-        self._origins.pop(block_hash, None)
+        self._sessions.pop(block_hash, None)
         self._record(block_hash)
 
     def moved(self, block_hash: bytes) -> None:
@@ -99,8 +99,8 @@ class KvEventLog:
     def cleared(self, but: Iterable[bytes] = ()) -> None:
         """Records that no block can be found any more, except ``but``."""
         self._contents = {block_hash: self._contents[block_hash] for block_hash in but}
-        self._origins = {
-            block_hash: origin for block_hash, origin in self._origins.items() if block_hash in self._contents
+        self._sessions = {
+            block_hash: session_id for block_hash, session_id in self._sessions.items() if block_hash in self._contents
         }
         self._recent.clear()
         self.sequence += 1
@@ -139,29 +139,46 @@ class KvEventLog:
     def hashes(self) -> Iterable[bytes]:
         return self._contents.keys()
 
-    def origin(self, block_hash: bytes) -> BlockOrigin:
-        """Returns the origin of a block; an empty one if none is kept."""
-        return self._origins.get(block_hash, NO_ORIGIN)
+    def session_id(self, block_hash: bytes) -> str:
+        """Returns the session in which a block was computed; empty if there is none, or it is not kept."""
+        return self._sessions.get(block_hash, "")
 
     def find(self, block_hash: bytes) -> StoredBlock | None:
         content = self._contents.get(block_hash)
-        return None if content is None else self.unpacked(block_hash, content)
+        return None if content is None else self._unpacked(block_hash, content)
 
-    def snapshot(self) -> list[tuple[bytes, bytes]]:
-        """Returns every block as its hash and its data for ``unpacked``, in the order in which they were stored.
-        Takes 3 ms per 100,000 blocks."""
-        return list(self._contents.items())
+    def parent_of(self, block_hash: bytes) -> bytes:
+        """Returns the hash of the preceding block; empty if there is none, or the block is not found."""
+        return _parent_hash(self._contents.get(block_hash, b"\0"))
 
-    def unpacked(self, block_hash: bytes, content: bytes) -> StoredBlock:
-        """Returns a block of ``snapshot``."""
+    def snapshot(self) -> tuple[int, Iterator[StoredBlock]]:
+        """Returns the number of blocks and the present blocks, each after its parent. The call takes 3 ms per 100,000
+        blocks; each block is built when the iterator reaches it."""
+        return len(self._contents), self._parents_first(self._contents.copy())
+
+    def _parents_first(self, contents: dict[bytes, bytes]) -> Iterator[StoredBlock]:
+        for block_hash in list(contents):
+            chain = []
+            while (content := contents.pop(block_hash, None)) is not None:
+                chain.append((block_hash, content))
+                block_hash = _parent_hash(content)
+            for each in reversed(chain):
+                yield self._unpacked(*each)
+
+    def _unpacked(self, block_hash: bytes, content: bytes) -> StoredBlock:
         start = 1 + content[0]
         end = start + self._pack.size
         token_ids = self._pack.unpack(content[start:end])
         return StoredBlock(block_hash, content[1:start], token_ids, content[end:].decode())
 
 
+def _parent_hash(content: bytes) -> bytes:
+    return content[1 : 1 + content[0]]
+
+
 class KvEventReader:
-    """Reads a log for one subscriber and keeps track of its position."""
+    """Reads a log for one subscriber and keeps track of its position. A block comes after its parent, if the log still
+    has it: a subscriber may ignore a block whose parent it does not know."""
 
     def __init__(self, log: KvEventLog, stream_id: str = "", after_sequence: int = 0) -> None:
         """Resumes after a change that another reader of the same log has reported, if the log still knows all later
@@ -170,7 +187,11 @@ class KvEventReader:
         self._reported = after_sequence if stream_id == log.stream_id else 0
         # Changes up to here have been reported or are pending.
         self._taken = self._reported
-        self._pending: deque[bytes] = deque()
+        self._pending: dict[bytes, None] = {}
+        """The hashes of these changes; the next one is the last."""
+        self._noticed = self._taken
+        self._later: set[bytes] = set()
+        """The hashes that changed after ``_taken``, up to ``_noticed``, and were not returned since."""
 
     def read(self, max_bytes: int) -> KvChanges:
         """Returns the next changes for the mirror: at least one block, and then up to ``max_bytes`` on the wire. Empty
@@ -180,8 +201,9 @@ class KvEventReader:
             self._reported = 0
             self._take(self._log.hashes)
         elif not self._pending:
-            # Ordered by each block's last change, so that a block comes after the one that it follows.
-            self._take(reversed(dict.fromkeys(reversed(self._log.changed_since(self._taken)))))
+            self._take(self._log.changed_since(self._taken))
+        self._later.update(self._log.changed_since(self._noticed))
+        self._noticed = self._log.sequence
         removed, stored = self._take_changes(max_bytes)
         if not self._pending:
             self._reported = self._taken
@@ -192,15 +214,16 @@ class KvEventReader:
         return self._reported == self._log.sequence
 
     def _take(self, hashes: Iterable[bytes]) -> None:
-        self._pending = deque(hashes)
-        self._taken = self._log.sequence
+        self._pending = dict.fromkeys(reversed([*hashes]))
+        self._taken = self._noticed = self._log.sequence
+        self._later.clear()
 
     def _take_changes(self, max_bytes: int) -> tuple[list[bytes], list[StoredBlock]]:
         removed: list[bytes] = []
         stored: list[StoredBlock] = []
         num_bytes = 0
         while self._pending and num_bytes < max_bytes:
-            block_hash = self._pending.popleft()
+            block_hash = self._next_hash()
             block = self._log.find(block_hash)
             if block is None:
                 removed.append(block_hash)
@@ -210,3 +233,15 @@ class KvEventReader:
                 # An upper bound: a token takes up to 5 bytes.
                 num_bytes += _PART_BYTES + len(block_hash) + len(block.parent_hash) + 5 * len(block.token_ids)
         return removed, stored
+
+    def _next_hash(self) -> bytes:
+        block_hash, _ = self._pending.popitem()
+        while self._may_lack(parent_hash := self._log.parent_of(block_hash)):
+            self._pending[block_hash] = None
+            self._pending.pop(parent_hash, None)
+            block_hash = parent_hash
+        self._later.discard(block_hash)
+        return block_hash
+
+    def _may_lack(self, block_hash: bytes) -> bool:
+        return block_hash in self._log.hashes and (block_hash in self._pending or block_hash in self._later)

@@ -44,6 +44,7 @@ class Retention:
         self._share = share
         # Leases with blocks, by expiry. There are few of them: one for each conversation that pauses.
         self._leases: list[Lease] = []
+        self._of_owner: dict[str, list[Lease]] = {}
         self.num_blocks = 0
         self._num_by_owner: Counter[str] = Counter()
         self.dominant: str | None = None
@@ -51,7 +52,8 @@ class Retention:
 
     def put(self, block: int, lease: Lease) -> None:
         if not lease.blocks:
-            insort(self._leases, lease, key=_EXPIRY)
+            for leases in (self._leases, self._of_owner.setdefault(lease.owner, [])):
+                insort(leases, lease, key=_EXPIRY)
         lease.blocks[block] = None
         self._count(lease.owner, 1)
 
@@ -59,7 +61,11 @@ class Retention:
         del lease.blocks[block]
         self._count(lease.owner, -1)
         if not lease.blocks:
-            self._leases.remove(lease)
+            own = self._of_owner[lease.owner]
+            for leases in (self._leases, own):
+                leases.remove(lease)
+            if not own:
+                del self._of_owner[lease.owner]
 
     def _count(self, owner: str, sign: int) -> None:
         self.num_blocks += sign
@@ -73,7 +79,7 @@ class Retention:
 
     def pop(self) -> int:
         """Removes and returns the block with the nearest expiry, of the dominant owner if there is one."""
-        lease = next(lease for lease in self._leases if self.dominant in (None, lease.owner))
+        lease = (self._leases if self.dominant is None else self._of_owner[self.dominant])[0]
         block = next(iter(lease.blocks))
         self.remove(block, lease)
         return block
@@ -91,6 +97,7 @@ class Retention:
         for lease in self._leases:
             lease.blocks.clear()
         self._leases.clear()
+        self._of_owner.clear()
         self._num_by_owner.clear()
         self.dominant = None
         self.num_blocks = 0
@@ -99,6 +106,10 @@ class Retention:
         """Asserts that the leases are consistent with each other and with the counts."""
         assert all(lease.blocks for lease in self._leases), "a lease that keeps no block is listed"
         assert self._leases == sorted(self._leases, key=_EXPIRY), "leases are out of order"
+        by_owner: dict[str, list[Lease]] = {}
+        for lease in self._leases:
+            by_owner.setdefault(lease.owner, []).append(lease)
+        assert self._of_owner == by_owner, "the owners' leases differ from all leases"
         counts: Counter[str] = Counter()
         for lease in self._leases:
             counts[lease.owner] += len(lease.blocks)

@@ -20,12 +20,14 @@ class Place(NamedTuple):
     entered_at: float
     """When it entered the queue, or would have entered it: it may have taken an earlier place."""
     number: int
-    """Numbers by arrival, which are unique."""
+    """Unique numbers: even ones by arrival, odd ones for an earlier place."""
 
 
 PATIENCE_S = 60.0
 """A request without a target for its first token is ranked as if it had one this long after it entered the queue, and
 under ``deadline`` one without a deadline as if it had one this long after its arrival, so that it does not starve."""
+WARM_UP_PATIENCE_S = 120.0
+"""The same for warm-ups, so that requests go first."""
 
 
 class Policy(Enum):
@@ -45,7 +47,8 @@ def rank_of(policy: Policy, request: Request, predicted_s: float, place: Place, 
     """Returns the rank of one sequence of a request at ``place``, which is predicted to take ``predicted_s`` once it
     runs."""
     target = request.first_token_target
-    due = place.entered_at + PATIENCE_S if target is None else target
+    patience_s = WARM_UP_PATIENCE_S if request.is_warm_up else PATIENCE_S
+    due = place.entered_at + patience_s if target is None else target
     value = 0.0
     if policy is Policy.PRIORITY:
         value = request.priority
@@ -54,3 +57,10 @@ def rank_of(policy: Policy, request: Request, predicted_s: float, place: Place, 
         value = (request.arrival + PATIENCE_S if request.deadline is None else request.deadline) - predicted_s
         value = value if target is None else min(value, target)
     return (value, due, place.number, choice)
+
+
+def may_follow(rank: Rank, running: Rank, target: float | None) -> bool:
+    """Returns whether a sequence with a ``target`` for its first token may wait for what a running one computes. It
+    might wait long for the turn of one that comes after it."""
+    num_compared = 1 if target is None else 2
+    return running[:num_compared] <= rank[:num_compared]

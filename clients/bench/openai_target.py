@@ -14,6 +14,7 @@ import aiohttp
 
 from penstock.clients.bench.target import OK, Record, context
 from penstock.clients.bench.workload import BenchRequest
+from penstock.clients.chat_messages import ChatMessage
 from penstock.clients.cli.options import ConnectionOptions, ssl_context
 from penstock.clients.errors import PenstockError
 
@@ -109,7 +110,7 @@ class OpenAiCaller:
     def _body(self, request: BenchRequest, past: Sequence[Record]) -> dict[str, object]:
         body = {**_BODY, "model": self._model, "max_tokens": request.max_tokens, **request.options}
         if self._is_chat:
-            body["messages"] = _messages(request, past)
+            body["messages"] = chat_messages(request, past)
         else:
             body["prompt"] = context(request, past)
         return {name: value for name, value in body.items() if value is not None}
@@ -196,8 +197,9 @@ def _text(choice: dict[str, Any]) -> str:
     )
 
 
-def _messages(request: BenchRequest, past: Sequence[Record]) -> list[dict[str, str]]:
-    messages: list[dict[str, str]] = []
+def chat_messages(request: BenchRequest, past: Sequence[Record]) -> list[ChatMessage]:
+    """Returns the conversation that a request stands for in a chat: a word for each token id."""
+    messages: list[ChatMessage] = []
     for record in past:
         messages.append({"role": "user", "content": _words(record.request.prompt_token_ids)})
         messages.append({"role": "assistant", "content": record.text})

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import msgspec
@@ -18,12 +18,11 @@ from pydantic_core import PydanticSerializationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute
-from starlette.types import Scope
 
 import penstock.v1 as pb
 from penstock.clients.errors import InvalidOption, RequestFailed, StreamBroken, Unreachable
 from penstock.clients.gateway.field_names import caller_name
-from penstock.clients.gateway.paths import allowed_methods, options_response
+from penstock.clients.gateway.paths import allowed_methods, is_anthropics, options_response
 from penstock.clients.host.error_frames import release_frames
 
 _Code = grpc.StatusCode
@@ -85,6 +84,21 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(BaseModel):
+    """The details of an error in Anthropic's format."""
+
+    type: str = Field(description="The type of error, such as invalid_request_error.")
+    message: str = Field(description="A human-readable message, which begins with the invalid field, if there is one.")
+
+
+class AnthropicErrorBody(BaseModel):
+    """An error in Anthropic's format."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str | None = Field(description="The service's id of the request, if it reached the service.")
+
+
 @dataclass(eq=False)
 class GatewayError(Exception):
     """An error for the caller; ``message`` is sent unchanged."""
@@ -137,11 +151,17 @@ class GatewayError(Exception):
             headers["connection"] = "close"  # the rest of the body would count as time of the next request
         return headers
 
-    def response(self, scope: Scope) -> Response:
-        """Returns the response to the request of ``scope``, whose path determines the format."""
-        is_anthropic = scope["path"].startswith("/v1/messages")
-        body = self.anthropic_body() if is_anthropic else self.body()
-        return Response(msgspec.json.encode(body), self.status, self.headers(), "application/json")
+    def response(self, path: str) -> Response:
+        """Returns the response to a request, whose path determines the format."""
+        return Response(self._encoded(path), self.status, self.headers(), "application/json")
+
+    def last_event(self, path: str) -> bytes:
+        """Returns the last event of a stream that breaks off, in the format of its path."""
+        name = b"event: error\n" if is_anthropics(path) else b""
+        return b"%bdata: %b\n\n" % (name, self._encoded(path))
+
+    def _encoded(self, path: str) -> bytes:
+        return msgspec.json.encode(self.anthropic_body() if is_anthropics(path) else self.body())
 
 
 class ResponseCut(Exception):
@@ -229,7 +249,7 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
 
     async def ours(request: Request, error: Exception) -> Response:
         release_frames(error)
-        return as_gateway_error(error).response(request.scope)
+        return as_gateway_error(error).response(request.scope["path"])
 
     async def of_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -237,7 +257,7 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
             if isinstance(raised := each.get("ctx", {}).get("error"), Exception):  # raised by a schema's validator
                 release_frames(raised)
         release_frames(error)
-        return from_validation(error.errors()).response(request.scope)
+        return from_validation(error.errors()).response(request.scope["path"])
 
     async def of_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -247,13 +267,13 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         if error.status_code != 405:
             no_path = "no such path; OpenAI's API is under /v1, and /docs lists all paths"
             message = no_path if error.status_code == 404 else str(error.detail)
-            return GatewayError(error.status_code, message).response(request.scope)
+            return GatewayError(error.status_code, message).response(path)
         methods = allowed_methods(routes, path)
         if request.method == "OPTIONS":
             return options_response(methods)
         listed = ", ".join(methods)
         refusal = GatewayError(405, f"{path} does not support {request.method}; use one of {listed}")
-        response = refusal.response(request.scope)
+        response = refusal.response(path)
         response.headers["allow"] = listed
         return response
 

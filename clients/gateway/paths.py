@@ -14,6 +14,11 @@ _OTHERS = frozenset({"detokenize", "health", "ping", "tokenize", "version"})
 _COHERES_RERANK = "/v2/rerank"
 
 
+def is_anthropics(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API."""
+    return path.startswith("/v1/messages")
+
+
 def as_routed(scope: Scope) -> Scope:
     """Returns the request as the routes expect it. HEAD is routed as GET: the server sends no body for it."""
     method = "GET" if scope["method"] == "HEAD" else scope["method"]

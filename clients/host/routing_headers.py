@@ -22,7 +22,7 @@ MAX_ID_BYTES = 128
 MAX_TTFT_MS, MAX_TPOT_MS = 86_400_000, 60_000
 MAX_PRIORITY = 1000
 MAX_OBJECTIVES = 1000
-_TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+TENANT_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MILLISECONDS = re.compile(r"[0-9]{1,8}")
 _PRIORITY = re.compile(r"[+-]?[0-9]{1,4}")
 
@@ -45,6 +45,8 @@ class RoutingHeaders:
 
     fairness_id: str = ""
     """The tenant that the request is made for. Valid only if its caller may act for others."""
+    fairness_name: str = ""
+    """The name of the header that has it."""
     objective: str = ""
     ttft_slo_ms: int | None = None
     tpot_slo_ms: int | None = None
@@ -61,12 +63,16 @@ class RoutingHeaders:
                 continue
             if found.setdefault(name, value.strip()) != value.strip() and name not in REQUEST_ID:
                 raise RoutingHeaderError(name, "has several values; send one")
+        if not found:
+            return NO_HEADERS
         request_id = _first(found, REQUEST_ID)[1]
+        fairness_name, fairness_id = _first(found, FAIRNESS_ID)
         session, session_id = _first(found, SESSION_ID)
         if session_id and not _is_id(session_id):
             raise RoutingHeaderError(session, f"must be at most {MAX_ID_BYTES} characters of printable ASCII")
         return cls(
-            fairness_id=_first(found, FAIRNESS_ID)[1],
+            fairness_id=fairness_id,
+            fairness_name=fairness_name,
             objective=_first(found, OBJECTIVE)[1],
             ttft_slo_ms=_milliseconds(*_first(found, TTFT_SLO), MAX_TTFT_MS),
             tpot_slo_ms=_milliseconds(*_first(found, TPOT_SLO), MAX_TPOT_MS),
@@ -77,8 +83,8 @@ class RoutingHeaders:
     @property
     def tenant(self) -> str:
         """The tenant, for a caller that may act for others. Raises RoutingHeaderError."""
-        if self.fairness_id and not _TENANT.fullmatch(self.fairness_id):
-            raise RoutingHeaderError(FAIRNESS_ID[0], "must be a tenant: 1 to 64 characters of [A-Za-z0-9_.-]")
+        if self.fairness_id and not TENANT_NAME.fullmatch(self.fairness_id):
+            raise RoutingHeaderError(self.fairness_name, "must be a tenant: 1 to 64 characters of [A-Za-z0-9_.-]")
         return self.fairness_id
 
     def priority(self, objectives: Objectives) -> int | None:

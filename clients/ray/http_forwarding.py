@@ -8,7 +8,6 @@ from urllib.parse import quote
 
 import aiohttp
 import grpc
-import msgspec
 from multidict import CIMultiDict
 from starlette.requests import Request
 from starlette.responses import Response
@@ -56,7 +55,8 @@ class ForwardedResponse(Response):
         """``base`` is the gateway's URL, without a path."""
         super().__init__()
         self._session = session
-        self._url = URL(base + _path(request.scope), encoded=True)
+        self._path = _path(request.scope)
+        self._url = URL(base + self._path, encoded=True)
         self._request = request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,11 +77,11 @@ class ForwardedResponse(Response):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except aiohttp.ClientError as error:
             if status is None:
-                await _failure(Unreachable).response(scope)(scope, receive, send)
+                await _failure(Unreachable).response(self._path)(scope, receive, send)
                 return
             if not is_stream:
                 raise ResponseBroken("the service ended before the response was complete") from error
-            event = b"\n\ndata: %b\n\n" % msgspec.json.encode(_failure(StreamBroken).body())
+            event = b"\n\n" + _failure(StreamBroken).last_event(self._path)
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -67,6 +67,6 @@ async def _of_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     status = error.status_code
     problem = {404: "no such path", 405: f"this path does not support {request.method}"}.get(status, error.detail)
-    response = GatewayError(status, problem).response(request.scope)
+    response = GatewayError(status, problem).response(request.scope["path"])
     response.headers.update(error.headers or {})
     return response

@@ -6,13 +6,14 @@
 #     sudo deploy/docker/build_offline.sh
 #
 # Variables: BASE (an archive of a root file system, in place of mmdebstrap's), SUITE (bookworm), PYTHON (python3; it
-# downloads the wheels, so it needs pip and the version of the base's Python), PACKAGE (penstock-llm[cpu,gateway,zmq]).
+# downloads the wheels, so it needs pip and the version of the base's Python), PACKAGE
+# (penstock-llm[cpu,gateway,smg,zmq]).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 suite=${SUITE:-bookworm}
 python=${PYTHON:-python3}
-package=${PACKAGE:-"penstock-llm[cpu,gateway,zmq]"}
+package=${PACKAGE:-"penstock-llm[cpu,gateway,smg,zmq]"}
 output=build/image
 base=${BASE:-$output/base-$suite.tar}
 

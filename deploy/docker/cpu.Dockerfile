@@ -7,7 +7,7 @@
 ARG BASE=docker.io/library/python:3.12-slim-bookworm
 
 FROM ${BASE} AS builder
-ARG PACKAGE="penstock-llm[cpu,gateway,zmq]"
+ARG PACKAGE="penstock-llm[cpu,gateway,smg,zmq]"
 # Both are variables that pip reads: PIP_NO_INDEX=1 installs only from dist/, PIP_INDEX_URL is your own package index.
 ARG PIP_NO_INDEX
 ARG PIP_INDEX_URL

@@ -9,7 +9,7 @@
 ARG BASE=docker.io/nvidia/cuda:13.0.1-base-ubuntu24.04
 
 FROM ${BASE} AS builder
-ARG PACKAGE="penstock-llm[cuda,gateway,zmq]"
+ARG PACKAGE="penstock-llm[cuda,gateway,smg,zmq]"
 # Both are variables that pip reads: PIP_NO_INDEX=1 installs only from dist/, PIP_INDEX_URL is your own package index.
 ARG PIP_NO_INDEX
 ARG PIP_INDEX_URL

@@ -57,13 +57,12 @@ class ReasoningTracker:
         ``end`` may be unknown."""
         progress = self._after(history, end)
         num_unknown = end - progress.end
-        if progress.is_over or not num_unknown:
-            return not progress.is_over and self.forced_token(history, end, drafts) is not None
-        if progress.forced:
-            return True
         # A marker that opens the reasoning takes at least one token.
-        num_more = num_unknown - (progress.section is _Section.ANSWER)
-        return progress.section is not _Section.LAST and progress.num_tokens + num_more >= self._limit.max_tokens
+        num_more = num_unknown + len(drafts) - (progress.section is _Section.ANSWER)
+        is_far = not progress.forced and progress.num_tokens + num_more < self._limit.max_tokens
+        if progress.is_over or is_far:
+            return False
+        return num_unknown > 0 or self.forced_token(history, end, drafts) is not None
 
     def _after(self, history: Sequence[int], end: int) -> _Progress:
         """Returns the progress after the known part of ``history[:end]``."""

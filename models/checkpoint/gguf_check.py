@@ -38,9 +38,8 @@ def check_gguf(path: Path, weights: bool = True) -> CheckpointInfo:
         spec = spec_from_config(config)
     except ModelError as error:
         raise described(error, header, keys) from error
-    # Files have the ones added to the weights of norms. Rows are permuted so that neighbours are rotated.
-    is_permuted = header.metadata[ARCHITECTURE] in PERMUTED
-    spec = replace(spec, norm_offset=0.0, interleaved_rope=spec.interleaved_rope or is_permuted)
+    # Files have the ones added to the weights of norms.
+    spec = replace(spec, norm_offset=0.0, interleaved_rope=_rotates_neighbours(header, spec))
     spec = with_rope_factors(header, spec)
     if not weights:
         return CheckpointInfo(path, config, spec, {}, None, {})
@@ -97,6 +96,18 @@ def _read_shards(path: Path) -> GgufHeader:
                 raise damaged(entry.file, f"tensor {tensor} is also in {tensors[tensor].file.name}")
             tensors[tensor] = entry
     return replace(header, tensors=tensors)
+
+
+def _rotates_neighbours(header: GgufHeader, spec: ModelSpec) -> bool:
+    """Whether the rope rotates neighbours, in the order of rows that the file has."""
+    key = "glm4.rope.dimension_sections"
+    sections = header.metadata.get(key)
+    if header.metadata[ARCHITECTURE] != "glm4" or sections is None:
+        return spec.interleaved_rope or header.metadata[ARCHITECTURE] in PERMUTED
+    # GLM-4.1V, whose rows are in another order than GLM-4's. In text, all sections have the same position.
+    if not isinstance(sections, list) or not all(isinstance(each, int) and each > 0 for each in [*sections, 0, 0][:2]):
+        raise damaged(header.path, f"{key} is {str(sections)[:60]}, and must begin with two numbers above zero")
+    return False
 
 
 def _check_tensors(path: Path, found: Mapping[str, FoundTensor], spec: ModelSpec) -> None:

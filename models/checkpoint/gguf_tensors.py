@@ -194,7 +194,9 @@ def _parts(source: str, entry: TensorEntry, spec: ModelSpec) -> Iterator[tuple[s
         for expert in range(experts.num_experts):
             whole = replace(_rows(entry, expert, 1), shape=entry.shape[1:])
             names = _EXPERTS[name]
-            for part, piece in _split(whole, dict.fromkeys(names, whole.shape[0] // len(names))):
+            is_fused = len(names) > 1 and len(whole.shape) > 1
+            pieces = _split(whole, dict.fromkeys(names, whole.shape[0] // len(names)))
+            for part, piece in pieces if is_fused else [(names[0], whole)]:
                 yield f"{prefix}mlp.experts.{expert}.{part}.{kind}", piece
         return
     elif name == "attn_sinks":

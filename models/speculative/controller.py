@@ -121,12 +121,16 @@ class SpeculationController:
         if not self._max_drafts:
             self._costs.know(seconds)
 
+    @property
+    def measures_proposals(self) -> bool:
+        """Whether the time of proposals must be measured."""
+        return self._drafter.by_rounds
+
     def measure_proposals(self, rows: Sequence[Row]) -> None:
         """Measures the time of proposals for these rows, which the model has computed and no request uses."""
-        if self._drafter.by_rounds:
-            wanted = [Wanted(row, 1) for row in rows]
-            self._draft_cost.measure(lambda size: self._drafter.propose(wanted[:size]), len(rows), self._clock)
-            self._typical_s = PATIENCE * self._draft_cost.seconds(1)
+        wanted = [Wanted(row, 1) for row in rows]
+        self._draft_cost.measure(lambda size: self._drafter.propose(wanted[:size]), len(rows), self._clock)
+        self._typical_s = PATIENCE * self._draft_cost.seconds(1)
         self._took.clear()
 
     def add_row(self, row: Row) -> None:

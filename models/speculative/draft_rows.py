@@ -23,8 +23,8 @@ class RowRecord:
         """``classes`` is the estimate for all rows that are sampled alike."""
         self.max_drafts = max_drafts
         self.acceptance = RowAcceptance(max_drafts, classes)
-        self._predicted = RowAcceptance(max_drafts, AcceptanceEstimate())
-        """The estimate for drafts from the row's own prediction."""
+        self._predicted: RowAcceptance | None = None
+        """The estimate for drafts from the row's own prediction, once there are any."""
         self.worth_s = worth_s
         """The seconds that drafting for the row saves per step, on recent average."""
         self.proposed_at = self.probed_at = 0
@@ -36,7 +36,11 @@ class RowRecord:
 
     def acceptance_of(self, is_predicted: bool) -> RowAcceptance:
         """Returns the estimate for drafts from the row's prediction, or for the drafter's."""
-        return self._predicted if is_predicted else self.acceptance
+        if not is_predicted:
+            return self.acceptance
+        if self._predicted is None:
+            self._predicted = RowAcceptance(self.max_drafts, AcceptanceEstimate())
+        return self._predicted
 
     def better(self, proposed: Proposal, predicted: Proposal) -> Proposal:
         """Returns the proposal from which more tokens are expected: the drafter's or that of the row's prediction."""

@@ -184,11 +184,22 @@ def _no_number(name: str) -> None:
 _SCHEMAS = json.JSONDecoder(parse_float=Real.read, parse_int=read_integer, parse_constant=_no_number)
 
 
+_ESCAPES = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F])|.)", re.DOTALL)
+"""Matches escapes in JSON, pairs of surrogates as one. The group is a surrogate without the other half."""
+
+
 def _decoded(text: str) -> Any:
     try:
-        return _SCHEMAS.decode(text)
+        value = _SCHEMAS.decode(text)
     except ValueError as error:
         raise GrammarError(f"is not JSON: {error}") from None
+    _check_characters(text)
+    return value
+
+
+def _check_characters(text: str) -> None:
+    if any(found[1] for found in _ESCAPES.finditer(text)):
+        raise GrammarError("has half of a surrogate pair, not a character")
 
 
 def _json_schema(text: str, closes_objects: bool) -> str:
@@ -226,6 +237,7 @@ def _lark(text: str, closes_objects: bool) -> str:
             schema, end = _SCHEMAS.raw_decode(text, found.end())
         except ValueError:  # the compiler reports the error
             continue
+        _check_characters(text[found.end() : end])
         body, rules = _of_schema(schema, closes_objects, len(parts))
         parts += [text[at : found.start()], body]
         more += rules

@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from penstock.models.structured_output.exact_numbers import quoted
-from penstock.models.structured_output.tag_formats import TagError, TagFormat, read_tag
+from penstock.models.structured_output.tag_formats import TagError, TagFormat, read_tag, up_to
 from penstock.models.structured_output.tag_tokens import End, Piece, TagTokens
 
 _TEXT = "/(?s:.*)/"
@@ -122,7 +122,7 @@ class _TagWriter:
                 return " ".join(piece.text for piece in pieces) if all(piece.is_terminal for piece in pieces) else None
             case "optional" | "star" | "plus" | "repeat":
                 content = self._terminal(fields["content"])
-                return None if content is None else f"({content}){form.repetition}"
+                return None if content is None else form.repeated(f"({content})")
         return None
 
     def _terminals(self, elements: Sequence[TagFormat], separator: str) -> str | None:
@@ -329,7 +329,7 @@ class _TagWriter:
         return self._rule(f"{content} | {self._tokens.any_of(ends) if ends else ''}")
 
     def _repeated(self, form: TagFormat, ends: Sequence[End]) -> str:
-        return f"{self._rule(self.expression(form.fields['content']))}{form.repetition}"
+        return form.repeated(self._rule(self.expression(form.fields["content"])))
 
     _write_star = _write_plus = _write_repeat = _repeated
 
@@ -351,7 +351,7 @@ class _TagWriter:
             raise TagError(form.place, "what follows any tokens must be a token, as an object of type token")
         most = form.fields.get("max_tokens")
         stops = [*excluded, *(end for end in ends if isinstance(end, int))]
-        return self._tokens.token_besides(stops) + ("*" if most is None else f"{{0,{most}}}")
+        return up_to(self._tokens.token_besides(stops), most)
 
 
 def _one_of(texts: Sequence[str]) -> str:

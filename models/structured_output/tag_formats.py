@@ -40,13 +40,17 @@ class TagFormat(NamedTuple):
                 return not (fields["at_least_one"] and fields["stop_after_first"])
         return self.type in ("any_text", "any_tokens", "dispatch", "token_dispatch")
 
-    @property
-    def repetition(self) -> str:
-        """The operator after its content, if it is optional or repeated."""
+    def repeated(self, content: str) -> str:
+        """Returns the expression of an optional or repeated format from that of its content."""
         if self.type != "repeat":
-            return {"optional": "?", "star": "*", "plus": "+"}[self.type]
-        least, most = self.fields["min"], self.fields["max"]
-        return f"{{{least},{most if most >= 0 else ''}}}"
+            return content + {"optional": "?", "star": "*", "plus": "+"}[self.type]
+        most = self.fields["max"]
+        return up_to(content, None if most < 0 else most, self.fields["min"])
+
+
+def up_to(content: str, most: int | None, least: int = 0) -> str:
+    """Returns the expression of something that occurs this many times. Lark has no repetition of at most 0."""
+    return '""' if most == 0 else f"{content}{{{least},{'' if most is None else most}}}"
 
 
 def read_tag(value: Any) -> TagFormat:

@@ -85,7 +85,7 @@ class Runner:
         if self._controller is not None:
             room = min(facts.max_model_len, facts.num_blocks * facts.block_size)
             self._controller.measure_steps(self._run_drafts, min(facts.max_num_batched_tokens, room))
-            if rows := self._begin_short_rows(max(SIZES))[0]:
+            if self._controller.measures_proposals and (rows := self._begin_short_rows(max(SIZES))[0]):
                 self._controller.measure_proposals([self._rows[row] for row in rows])
                 self.run(StepPlan(0, rows, [], [], [], []))
 

@@ -1,7 +1,6 @@
 """Evaluates a new request: how much of it is cached, its rank and position, its predicted times, and whether it may
 enter the queue. Counts refusals, and changes nothing else."""
 
-from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
@@ -13,7 +12,7 @@ from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.planner import Planner
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
-from penstock.scheduler.policy import Place, Policy, Rank, rank_of
+from penstock.scheduler.policy import Place, Policy, Rank, may_follow, rank_of
 from penstock.scheduler.request import Refused, Request
 from penstock.scheduler.timing.queue_time import Prediction
 from penstock.scheduler.timing.queued_work import QueuedWork, sequence_work, total_work
@@ -53,21 +52,6 @@ def _work(request: Request, found: Sequence[_Found], block_size: int) -> QueuedW
     )
 
 
-def _place(request: Request, place: Place, superseded: RequestState | None, *, is_at_hand: bool) -> Place:
-    """Returns the request's place, with even numbers in order of arrival. ``place`` has its number by arrival.
-
-    A request whose prompt ``is_at_hand`` goes before some that arrived earlier but need more computation: otherwise its
-    retained blocks would take up room for as long as it waits. A request takes the place of the one that it supersedes
-    if that one has not begun and was no less urgent: a caller that changes a request must not go to the end of the
-    queue.
-    """
-    number = 2 * (place.number - MAX_PASSED) - 1 if is_at_hand else 2 * place.number
-    place = place._replace(number=number)
-    if superseded is None or superseded.started_at is not None or request.priority < superseded.request.priority:
-        return place
-    return min(place, superseded.place)
-
-
 @dataclass(frozen=True, slots=True)
 class AdmissionDecision:
     """The rank, position and predictions with which a request enters the queue."""
@@ -88,25 +72,27 @@ class AdmissionDecision:
 class RequestIntake:
     """Validates a new request and decides whether to queue it. Reads the planner and the tenants; owns neither."""
 
-    def __init__(self, context: PlanningContext, planner: Planner, predictor: LatencyPredictor) -> None:
+    def __init__(
+        self,
+        context: PlanningContext,
+        planner: Planner,
+        predictor: LatencyPredictor,
+        requests: dict[str, RequestState],
+    ) -> None:
+        """``requests`` are the live ones, in order of arrival."""
         self.admission = AdmissionControl(context)
         self.grammar_budget = GrammarBudget()
         self._context = context
-        self._entries: deque[float] = deque(maxlen=MAX_PASSED)
-        """The times at which the newest requests entered the queue, oldest first."""
         self._kv = context.kv
         self._planner = planner
         self._predictor = predictor
+        self._requests = requests
 
     def rank(self, request: Request, place: Place, choice: int, work: QueuedWork) -> Rank:
         """Returns the rank of one sequence of the request at ``place``, which needs this much ``work``."""
         policy = self._context.config.policy
         predicted_s = self._predictor.service_s(request, work) or 0.0 if policy is Policy.DEADLINE else 0.0
         return rank_of(policy, request, predicted_s, place, choice)
-
-    def note_entry(self, decision: "AdmissionDecision") -> None:
-        """Records that a request has entered the queue."""
-        self._entries.append(decision.entered_at)
 
     def check_rates(self, tenant: str, kind: Rated) -> None:
         """Raises Refused, before any work is done, if a tenant has used up its rate or, for a request, its tokens."""
@@ -135,11 +121,11 @@ class RequestIntake:
         found = [self._find(request, index) for index in range(request.num_prompts)]
         cached_work = _work(request, found, self._kv.block_size)
         entered_at = self._context.clock()
-        earliest = self._entries[0] if self._entries else entered_at
-        is_at_hand = self._is_at_hand(request, found[0])
-        place = _place(
-            request, Place(earliest if is_at_hand else entered_at, number), superseded, is_at_hand=is_at_hand
-        )
+        place = Place(entered_at, 2 * number)
+        if self._is_at_hand(request, found[0]):
+            place = self._earlier_place(place)
+        if superseded is not None:
+            place = self._place_of(superseded, request, place)
         rank = self.rank(request, place, 0, cached_work)
         position = self._context.waiting.num_ahead(request.tenant, rank)
         work = self._work_left(request, found, rank) if request.reads_cache else cached_work
@@ -150,10 +136,33 @@ class RequestIntake:
         num_cached = sum(prompt.num_cached + prompt.num_evicted for prompt in found) * self._kv.block_size
         return AdmissionDecision(entered_at, place, rank, num_cached, work, position, prediction)
 
+    def _earlier_place(self, place: Place) -> Place:
+        """Returns the place of a request whose prompt is at hand: before some that arrived earlier but need more
+        computation. Otherwise its retained blocks would take up room for as long as it waits. It passes no request
+        with a target for its first token, and none that arrived before such a request."""
+        earliest, number = place.entered_at, place.number - 2 * MAX_PASSED - 1
+        for live in reversed(self._requests.values()):
+            if 2 * live.number < number:
+                break
+            if live.started_at is None and not live.request.is_warm_up:
+                if live.request.first_token_target is not None:
+                    break
+                earliest = live.entered_at
+        return Place(earliest, number)
+
+    def _place_of(self, superseded: RequestState, request: Request, place: Place) -> Place:
+        """Returns the place of the request that this one supersedes, if that one has not begun and was no less urgent:
+        a caller that changes a request must not go to the end of the queue. Otherwise returns ``place``."""
+        is_by_priority = self._context.config.policy is Policy.PRIORITY
+        is_more_urgent = is_by_priority and request.priority < superseded.request.priority
+        return place if superseded.started_at is not None or is_more_urgent else min(place, superseded.place)
+
     def _is_at_hand(self, request: Request, found: _Found) -> bool:
         """Returns whether nearly all of the prompt is retained on the device."""
+        if request.num_prompts > 1 or request.is_warm_up:
+            return False
         num_cached = found.num_cached * self._kv.block_size
-        if request.num_prompts > 1 or found.num_tokens - num_cached > found.num_tokens // MIN_TO_COMPUTE:
+        if found.num_tokens - num_cached > found.num_tokens // MIN_TO_COMPUTE:
             return False
         return self._kv.pool.is_retained(request.block_hashes[found.num_cached - 1])
 
@@ -173,8 +182,9 @@ class RequestIntake:
 
         def is_ahead(other: Hashable) -> bool:
             sequence = cast(SequenceState, other)
-            # A sequence does not wait for what a running one of a higher rank computes: see ``prefill_adder.py``.
-            return sequence.rank < rank if sequence.state is SequenceStatus.WAITING else sequence.rank[0] <= rank[0]
+            if sequence.state is SequenceStatus.WAITING:
+                return sequence.rank < rank
+            return may_follow(rank, sequence.rank, request.first_token_target)
 
         left: list[_Found] = []
         of_siblings: set[bytes] = set()

@@ -125,7 +125,7 @@ class LatencyPredictor:
     def needs_test(self) -> bool:
         """Whether wrong predictions would stay unnoticed: no prompt was computed recently, and none will be."""
         context = self._context
-        return self._is_untested and not context.waiting.queued.requests and not context.running.prefilling
+        return self._is_untested and not len(context.waiting) and not context.running.prefilling
 
     @property
     def _is_untested(self) -> bool:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import asdict
 
@@ -106,12 +106,13 @@ class Engine:
             self._scheduler.add_request(request)
         except BaseException:
             self._forget(request.request_id)
-            raise
+            is_added = request.request_id in self._scheduler.requests  # in part: another request's end failed
+            with self._failing_on_error() if is_added else nullcontext():
+                raise
         self._pump_soon()
 
     def charge(self, tenant: str, kind: Rated) -> None:
-        """Counts a request or call against its tenant's rate, before its text is tokenized and whatever its outcome.
-        Raises Refused, without counting it, if the rate is used up."""
+        """Counts a request or call against its tenant's rate. Raises Refused if that is used up."""
         if self._scheduler is not None:
             self._scheduler.charge(tenant, kind)
 
@@ -126,8 +127,7 @@ class Engine:
         return True
 
     def update(self, request_id: str, change: Change) -> bool:
-        """Changes a live request from the next plan on; returns False if it is not alive. Raises Refused, without
-        changing anything."""
+        """Changes a live request from the next plan on; returns False if it is not alive. Raises Refused."""
         if self._scheduler is None:
             return False
         with self._failing_on_error():

@@ -62,12 +62,12 @@ class Scheduler:
             model.observe(StepWork.measured(measured), measured.computed_us * 1e-6)
         self.predictor = LatencyPredictor(context, model)
         self._planner = Planner(context, model, self.predictor.is_late)
-        self._intake = RequestIntake(context, self._planner, self.predictor)
+        self.requests: dict[str, RequestState] = {}
+        """The requests that have not finished, in order of arrival."""
+        self._intake = RequestIntake(context, self._planner, self.predictor, self.requests)
         self._output_processor = OutputProcessor(self._planner, self.predictor, clock, self._finish)
         self._clock = clock
         self._on_finished = on_finished
-        self.requests: dict[str, RequestState] = {}
-        """The requests that have not finished, in order of arrival."""
         self._num_arrived = 0
         self.num_held = 0
         """Requests that are held back because their output is not read."""
@@ -84,18 +84,18 @@ class Scheduler:
         ending it."""
         assert request.request_id not in self.requests, "request ids are unique among live requests"
         superseded = self.requests.get(request.supersedes)
+        if superseded is not None:
+            assert superseded.request.tenant == request.tenant, "a request supersedes only one of its own tenant"
         is_first = len(self.requests) == (superseded is not None)
         entry = self._intake.examine(request, self._num_arrived, is_first=is_first, superseded=superseded)
         texts = [request.make_text() for _ in range(request.n)]  # may raise, so it comes before any change
         tenant, timeline = self.tenants.enter(request), Timeline(request, self._clock)
         live = RequestState(request, self._num_arrived, texts, tenant, timeline)
         live.entered_at, live.work, live.place = entry.entered_at, entry.work, entry.place
-        self._intake.note_entry(entry)
         self._intake.grammar_budget.count(request, 1)
         self._num_arrived += 1
         self.requests[request.request_id] = live
         if superseded is not None:  # it ends first, and there is always a live request
-            assert superseded.request.tenant == request.tenant, "a request supersedes only one of its own tenant"
             self._finish(superseded, EngineFinishReason.SUPERSEDED, "")
         for index in range(request.n if request.resumed else request.num_prompts):
             self._planner.enter(self._new_sequence(live, index, (*entry.rank[:3], index), pinned=[]))

@@ -380,9 +380,7 @@ class Planner:
 
     def would_make_room(self, tenant: str, rank: Rank) -> bool:
         """Returns whether a request that arrives now would get the row and the blocks of a running one."""
-        waiting = self.waiting
-        num_own = waiting.queued_of(tenant).requests if waiting.by_turns else waiting.num_ahead(tenant, rank)
-        return not num_own and self._preemption.would_make_room(tenant, rank)
+        return not self.waiting.num_own_ahead(tenant, rank) and self._preemption.would_make_room(tenant, rank)
 
     def _make_room(self) -> bool:
         """Preempts a row for a waiting sequence that finds no room; returns False if there is none to preempt."""

@@ -12,6 +12,7 @@ from penstock.scheduler.planning.pinned_prefixes import PinnedPrefixes
 from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
 from penstock.scheduler.planning.sequence import RequestState, SequenceState
 from penstock.scheduler.planning.tenants import TenantUse
+from penstock.scheduler.policy import may_follow
 from penstock.scheduler.timeline_entry import HoldCause, WaitCause
 
 MAX_ADDED_TOKENS = 1 << 18
@@ -179,9 +180,8 @@ class PrefillAdder:
         if awaited is not None:
             leader = kv.leader(awaited)
             assert isinstance(leader, SequenceState)
-            num_compared = 1 if sequence.live.request.first_token_target is None else 2
-            if leader.rank[:num_compared] > sequence.rank[:num_compared]:
-                # It might wait long for the other's turn, so it computes the prefix itself, and others wait for it.
+            if not may_follow(sequence.rank, leader.rank, sequence.live.request.first_token_target):
+                # It computes the prefix itself, and others wait for it.
                 kv.retract(leader, sequence.hashes[num_found:])
                 awaited = None
         sequence.awaited_hash = awaited

@@ -168,8 +168,8 @@ class WaitingQueue:
         if sequence.live.request.is_warm_up:
             self.num_warm_ups += sign
         elif sequence.is_new:
-            num_tokens = sequence.num_prompt_tokens + len(sequence.live.request.prediction)
-            change = (sign if sequence.index == 0 else 0, sign * num_tokens)
+            num_tokens = sequence.num_prompt_tokens + (0 if sequence.index else len(sequence.live.request.prediction))
+            change = (0 if sequence.index else sign, sign * num_tokens)
             self.queued = self.queued.plus(*change)
             self._own[tenant.name] = self.queued_of(tenant.name).plus(*change)
             if not any(self._own[tenant.name]):
@@ -183,6 +183,11 @@ class WaitingQueue:
         """Returns how many sequences would be ahead of one that enters now; an approximation where tenants take
         turns."""
         return sum(num_sequences for _, num_sequences in self._ahead(tenant, rank))
+
+    def num_own_ahead(self, tenant: str, rank: Rank) -> int:
+        """Returns how many sequences of the tenant's lane would be ahead of one that enters now."""
+        own = self._lanes.get(tenant if self.by_turns else "")
+        return 0 if own is None else own.num_before(rank)
 
     def work_ahead(self, tenant: str, rank: Rank, deadline: float | None) -> QueuedWork:
         """Returns the work ahead of a sequence that enters now.
@@ -201,7 +206,7 @@ class WaitingQueue:
     def _ahead(self, tenant: str, rank: Rank) -> list[tuple[OrderedQueue, int]]:
         """Returns the lanes, each with the number of its first sequences that are ahead."""
         own = self._lanes.get(tenant if self.by_turns else "")
-        num_own = 0 if own is None else own.num_before(rank)
+        num_own = self.num_own_ahead(tenant, rank)
         return [(lane, num_own if lane is own else min(len(lane), num_own + 1)) for lane in self._lanes.values()]
 
     @property

@@ -1,10 +1,5 @@
-"""WatchKvEvents: the prefix cache's contents and all changes, for routers that send a request to where its prefix is.
+"""WatchKvEvents: the prefix cache's contents and changes, for routers that send a request to where its prefix is."""
 
-A subscriber receives events as fast as it reads them, within a limit on the event loop's time. Its pending events take
-only a list of hashes. A subscriber that falls too far behind receives the whole contents again.
-"""
-
-import asyncio
 from typing import Any
 
 import grpc
@@ -12,13 +7,8 @@ import grpc
 import penstock.v1 as pb
 from penstock.kv.events import KvChanges, KvEventLog, KvEventReader
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.kv_publisher.watchers import KvWatchers
 from penstock.service.transport.call_end import write
-
-MAX_MESSAGE_BYTES = 32 << 10
-"""Takes a millisecond of the event loop's time."""
-PAUSE_S = 0.01
-"""The pause after a message, times the number of subscribers. So all subscribers together receive at most 100 messages
-per second, which take a tenth of a core if the messages are full."""
 
 
 class KvEvents:
@@ -26,9 +16,7 @@ class KvEvents:
 
     def __init__(self, log: KvEventLog) -> None:
         self._log = log
-        self._watching: set[asyncio.Event] = set()
-        """The event that each subscriber waits for."""
-        self._is_closed = False
+        self._watchers = KvWatchers(log)
 
     async def WatchKvEvents(
         self, request: pb.WatchKvEventsRequest, context: "grpc.aio.ServicerContext[Any, Any]"
@@ -37,25 +25,11 @@ class KvEvents:
         # A router assumes that a worker has no events if nothing arrives at once.
         await context.send_initial_metadata(())
         reader = KvEventReader(self._log, request.stream_id, request.after_sequence)
-        changed = asyncio.Event()
-        self._watching.add(changed)
-        try:
-            while not self._is_closed:
-                await write(context, message(self._log, reader.read(MAX_MESSAGE_BYTES)))
-                changed.clear()
-                if reader.is_up_to_date and not self._is_closed:
-                    self._log.wake_once(changed.set)
-                    await changed.wait()
-                await asyncio.sleep(len(self._watching) * PAUSE_S)
-        finally:
-            self._watching.discard(changed)
-            self._log.forget_wake(changed.set)
+        await self._watchers.follow(reader, lambda changes: write(context, message(self._log, changes)))
         raise ServiceError(Reason.SHUTDOWN, "the service is shutting down")
 
     def close(self) -> None:
-        self._is_closed = True
-        for changed in self._watching:
-            changed.set()
+        self._watchers.close()
 
 
 def message(log: KvEventLog, changes: KvChanges) -> pb.WatchKvEventsResponse:

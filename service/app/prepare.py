@@ -41,7 +41,7 @@ from penstock.service.config.addresses import (
     metrics_address,
     warn_of_exposure,
 )
-from penstock.service.config.contracts import read_contracts
+from penstock.service.config.contracts import CONTRACTS, read_contracts
 from penstock.service.config.kv_events import KvEventsConfig
 from penstock.service.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from penstock.service.config.serve_config import ServeConfig
@@ -195,7 +195,7 @@ def _check_addresses(config: ServeConfig, machine: Machine) -> _Addresses:
         metrics,
         has_keys=config.has_credentials,
         is_mutual=is_mutual,
-        has_contracts=bool(config.contracts),
+        reports_cache=any(CONTRACTS[name].reports_cache for name in read_contracts(config.contracts)),
     )
     return _Addresses(admin, metrics, http, status_page)
 

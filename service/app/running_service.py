@@ -110,6 +110,7 @@ class RunningService:
         self._metrics = Metrics()
         self._recent_stats = RecentStats(lambda: engine.counters, self._metrics)
         self._bound: Address | None = None
+        self._kv_publisher: KvEventPublisher | None = None
         self._load = LoadReporter(engine, self._recent_stats, config.target_ttft_s)
         self._load_streams = LoadStreams(self._load)
         telemetry = Telemetry(config.model_name, self._metrics)
@@ -190,7 +191,7 @@ class RunningService:
             add_contract(name, self._contract_parts(embed_builder, formats, health)) for name in config.contracts
         ]
         self._load_streams.add_to(server)
-        added = (CONTRACTS[name].service for name in config.contracts)
+        added = (service for name in config.contracts for service in CONTRACTS[name].services)
         add_reflection((*SERVICES, HEALTH_SERVICE, orca.SERVICE, *added), server)
 
     def _contract_parts(
@@ -203,7 +204,6 @@ class RunningService:
             version=installed_version(),
             engine=self._engine,
             facts=self._facts,
-            validator=self._validator,
             pool=self.pool,
             generation=self.generation,
             pooled_calls=self.pooled_calls,
@@ -214,6 +214,7 @@ class RunningService:
             formats=formats,
             generates=config.generates,
             files=config.model_files,
+            kv_publisher=lambda: self._kv_publisher,
         )
 
     def add_admin(self, addresses: Sequence[Address], loop_lag: LoopLag, is_going_down: Callable[[], bool]) -> None:
@@ -238,7 +239,7 @@ class RunningService:
         """Publishes the prefix cache's changes, until the result is closed. Raises ListenError."""
         from penstock.service.kv_publisher.publisher import KvEventPublisher
 
-        publisher = KvEventPublisher(config, self._engine.kv_events)
+        self._kv_publisher = publisher = KvEventPublisher(config, self._engine.kv_events)
         history = publisher.history
         self._metrics.read_kv_batches = lambda: (history.num_batches, history.num_dropped)
         return publisher

@@ -69,7 +69,8 @@ class Server:
         if self._admin_address is not None and isinstance(config.authenticator, AllowAll):
             assert self._admin_address.is_local, "anyone could administer the service"
         admin = () if self._admin_address is None else (ADMIN_SERVICE,)
-        self._health = Health((*SERVICES, *(CONTRACTS[name].service for name in config.contracts), *admin))
+        added = (service for name in config.contracts for service in CONTRACTS[name].services)
+        self._health = Health((*SERVICES, *added, *admin))
         self._loop_lag = LoopLag()
         self.file_watch = FileWatch(config.watched, config.check_interval_s)
         if config.tenants is not None:

@@ -32,6 +32,12 @@ Metadata = Sequence[tuple[str, str | bytes]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
+def cache_salt(tenant: str) -> str | None:
+    """Returns the salt with which routers, which hash tokens themselves, keep the same tokens of two tenants separate.
+    Callers without credentials, and blocks that were stored without a tenant, have none."""
+    return tenant if tenant not in ("", DEFAULT_TENANT) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Principal:
     """The caller of a method."""
@@ -162,6 +168,17 @@ ACCESS: Mapping[str, Access] = {
     "/grpc.health.v1.Health/Watch": Access.OPEN,
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo": Access.OPEN,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Access.OPEN,
+    "/openengine.v1.Control/Abort": Access.CALLERS,
+    "/openengine.v1.Control/GetKvEventSources": Access.ADMINS,
+    "/openengine.v1.Control/GetLoad": Access.CALLERS,
+    "/openengine.v1.Control/GetModelInfo": Access.CALLERS,
+    "/openengine.v1.Control/GetServerInfo": Access.CALLERS,
+    "/openengine.v1.Control/Health": Access.OPEN,
+    "/openengine.v1.Control/ListLoras": Access.ADMINS,
+    "/openengine.v1.Control/LoadLora": Access.ADMINS,
+    "/openengine.v1.Control/SubscribeKvEvents": Access.ADMINS,
+    "/openengine.v1.Control/UnloadLora": Access.ADMINS,
+    "/openengine.v1.Inference/Generate": Access.CALLERS,
     "/penstock.v1.AdminService/CancelRequests": Access.ADMINS,
     "/penstock.v1.AdminService/Drain": Access.ADMINS,
     "/penstock.v1.AdminService/Explain": Access.ADMINS,

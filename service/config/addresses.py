@@ -245,16 +245,16 @@ def warn_of_exposure(
     *,
     has_keys: bool,
     is_mutual: bool,
-    has_contracts: bool = False,
+    reports_cache: bool = False,
 ) -> None:
     """Logs a warning for each listener that other machines can use without credentials.
 
     ``has_keys``: callers need a key or a token. ``is_mutual``: callers need a certificate, except over HTTP.
-    ``has_contracts``: the service has contracts of other engines, which report what is cached. The admin listener needs
-    no warning: without keys, an address that other machines can reach is refused.
+    ``reports_cache``: the service has a contract of another engine that reports what is cached. The admin listener
+    needs no warning: without keys, an address that other machines can reach is refused.
     """
     if not (has_keys or is_mutual):
-        what = "read all prompts by --contracts, and " if has_contracts else ""
+        what = "read all prompts by --contracts, and " if reports_cache else ""
         remedy = "give --api-keys-file, --jwt-jwks-file or --tls-client-ca"
         _warn(service, f"{what}use the model without a key", f"{remedy}, let only the gateway in" if what else remedy)
         _warn(metrics, "read the metrics, with the names of tenants", "keep others out with a firewall")

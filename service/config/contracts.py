@@ -16,17 +16,41 @@ class ForeignContract(NamedTuple):
 
     module: str
     """The module with ``add_to_server``; see ``rpc.contracts``."""
-    service: str
-    """The full name of its gRPC service."""
-    package: str
-    """The importable package with its messages."""
-    extra: str
-    """The extra that installs the package."""
+    services: tuple[str, ...]
+    """The full names of its gRPC services."""
+    package: str = ""
+    """The importable package or module with its messages; empty: penstock has them."""
+    extra: str = ""
+    """The extra that installs the package; empty: none does."""
+    remedy: str = ""
+    """How to install the package, if no extra does."""
+    reports_cache: bool = False
+    """Whether it reports the contents of the prefix cache, and so all prompts."""
+
+    @property
+    def is_installed(self) -> bool:
+        if not self.package:
+            return True
+        try:
+            return importlib.util.find_spec(self.package) is not None
+        except ModuleNotFoundError:  # a parent of the module
+            return False
 
 
 CONTRACTS: Mapping[str, ForeignContract] = {
+    "openengine": ForeignContract(
+        "penstock.service.rpc.openengine.servicer",
+        ("openengine.v1.Control", "openengine.v1.Inference"),
+        "openengine.v1.openengine_pb2_grpc",
+        remedy="install the bindings of OpenEngine (docs/openengine.md)",
+        reports_cache=True,
+    ),
     "vllm": ForeignContract(
-        "penstock.service.rpc.vllm.servicer", "vllm.grpc.engine.VllmEngine", "smg_grpc_proto", "smg"
+        "penstock.service.rpc.vllm.servicer",
+        ("vllm.grpc.engine.VllmEngine",),
+        "smg_grpc_proto",
+        "smg",
+        reports_cache=True,
     ),
 }
 """Every contract, by its name in the flag."""
@@ -43,8 +67,7 @@ def read_contracts(text: str | None) -> tuple[str, ...]:
             near = nearest(name, CONTRACTS)
             hint = f"; did you mean {near}?" if near else ""
             raise ConfigError(f"{FLAG}: there is no contract {name!r}{hint}; there is {', '.join(CONTRACTS)}")
-        if importlib.util.find_spec(contract.package) is None:
-            raise ConfigError(
-                f"{FLAG}: {name} needs a package that is not installed; {install_command(contract.extra)}, or omit it"
-            )
+        if not contract.is_installed:
+            remedy = contract.remedy or install_command(contract.extra)
+            raise ConfigError(f"{FLAG}: {name} needs a package that is not installed; {remedy}, or omit it")
     return tuple(names)

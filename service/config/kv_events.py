@@ -9,7 +9,10 @@ from penstock.service.config.flags import ConfigError
 
 _FLAG = "--kv-events-config"
 _EXAMPLE = '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
+_TEXT = re.compile(r"[^\ud800-\udfff]*")
+"""What UTF-8 has bytes for. JSON can have halves of a character."""
 _ENDPOINT = re.compile(r"tcp://\S+:([0-9]{1,5}|\*)|ipc://\S+")
+_ALL_HOSTS = "tcp://0.0.0.0:"
 _MAX_ENDPOINT_BYTES = 256
 _MAX_TOPIC_BYTES = 512
 _LIMITS = {"buffer_steps": (1, 1_000_000), "hwm": (1, 2**31 - 1), "max_queue_size": (1, 1_000_000)}
@@ -75,12 +78,15 @@ def _check(key: str, value: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise _wrong(key, f"must be a whole number from {low:,} to {high:,}; it is {value!r}")
     elif key == "topic":
-        if not isinstance(value, str) or len(value.encode(errors="replace")) > _MAX_TOPIC_BYTES:
-            raise _wrong(key, f"must be a text of at most {_MAX_TOPIC_BYTES} bytes")
+        if not (isinstance(value, str) and _TEXT.fullmatch(value) and len(value.encode()) <= _MAX_TOPIC_BYTES):
+            raise _wrong(key, f"must be a text of at most {_MAX_TOPIC_BYTES} bytes in UTF-8")
     elif not (key == "replay_endpoint" and value is None):
-        is_valid = isinstance(value, str) and len(value) <= _MAX_ENDPOINT_BYTES and _ENDPOINT.fullmatch(value)
-        if not is_valid:
+        is_text = isinstance(value, str) and len(value) <= _MAX_ENDPOINT_BYTES and _TEXT.fullmatch(value)
+        if not (is_text and _ENDPOINT.fullmatch(value)):
             raise _wrong(key, f'must be an address such as "tcp://*:5557" or "ipc:///run/kv.sock"; it is {value!r}')
+        if key == "endpoint" and value.startswith(_ALL_HOSTS):
+            remedy = value.replace(_ALL_HOSTS, "tcp://*:")
+            raise _wrong(key, f"the service would connect to {value}; to listen on all addresses, write {remedy}")
 
 
 def _wrong(key: str, problem: str) -> ConfigError:

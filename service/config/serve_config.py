@@ -101,7 +101,8 @@ class ServeConfig:
         "are closed to make room for new ones", metavar="N", low=1, high=1 << 20,
     )  # fmt: skip
     contracts: str | None = flag(
-        None, "contracts of other engines to serve too, separated by commas: vllm, which the gateway smg calls",
+        None, "contracts of other engines to serve too, separated by commas: openengine, which Dynamo calls, or vllm, "
+        "which the gateway smg calls",
         metavar="NAMES", shown="none",
     )  # fmt: skip
     http_port: int | None = flag(

@@ -5,12 +5,11 @@ The structs have those fields of vLLM 0.33 for which this service has a value. A
 """
 
 from collections.abc import Iterable
-from itertools import chain
 
 import msgspec
 
 from penstock.kv.events import IN_HOST_MEMORY, ON_DEVICE, KvChanges, KvEventLog, StoredBlock
-from penstock.service.auth.identity import DEFAULT_TENANT
+from penstock.service.auth.identity import cache_salt
 
 _MEDIA = {ON_DEVICE: "GPU", IN_HOST_MEMORY: "CPU"}
 """vLLM's names of the tiers. The first is that of the memory in which the model computes, also on a CPU."""
@@ -80,7 +79,7 @@ class BatchEncoder:
             for tier in _MEDIA:
                 if before & tier:
                     gone[tier].append(block_hash)
-        for block in chain.from_iterable(map(self._with_unreported, changes.stored)):
+        for block in changes.stored:
             before, now = self._reported.get(block.block_hash, 0), self._log.find_tiers(block.block_hash)
             self._reported[block.block_hash] = now
             for tier in _MEDIA:
@@ -95,17 +94,6 @@ class BatchEncoder:
             events += [self._stored(run, _MEDIA[tier]) for run in self._runs(blocks)]
         return self._encoder.encode(EventBatch(unix_time, events)) if events else None
 
-    def _with_unreported(self, block: StoredBlock) -> list[StoredBlock]:
-        """Returns a block, after those before it that are back on the device and that subscribers do not know yet.
-        Those are also among later changes, but a subscriber may ignore a block that follows an unknown one."""
-        blocks = [block]
-        while (parent_hash := blocks[-1].parent_hash) and not self._reported.get(parent_hash, 0) & ON_DEVICE:
-            parent = self._log.find(parent_hash)
-            if parent is None or not self._log.find_tiers(parent_hash) & ON_DEVICE:
-                break
-            blocks.append(parent)
-        return blocks[::-1]
-
     def _runs(self, blocks: Iterable[StoredBlock]) -> list[list[StoredBlock]]:
         """Groups blocks that follow each other in one sequence and were computed in one session."""
         runs: list[list[StoredBlock]] = []
@@ -114,22 +102,16 @@ class BatchEncoder:
             if (
                 last is not None
                 and block.parent_hash == last.block_hash
-                and self._session(block) == self._session(last)
+                and self._log.session_id(block.block_hash) == self._log.session_id(last.block_hash)
             ):
                 runs[-1].append(block)
             else:
                 runs.append([block])
         return runs
 
-    def _session(self, block: StoredBlock) -> str:
-        return self._log.origin(block.block_hash).session_id
-
     def _stored(self, run: list[StoredBlock], medium: str) -> BlockStored:
         first = run[0]
-        salt = None
-        if not first.parent_hash:
-            tenant = self._log.origin(first.block_hash).tenant
-            salt = None if tenant == DEFAULT_TENANT else tenant or None
+        salt = None if first.parent_hash else cache_salt(first.tenant)
         return BlockStored(
             block_hashes=[_number(block.block_hash) for block in run],
             parent_block_hash=_number(first.parent_hash) if first.parent_hash else None,
@@ -139,7 +121,7 @@ class BatchEncoder:
             medium=medium,
             lora_name=None,
             extra_keys=None if salt is None else [(salt,), *[None] * (len(run) - 1)],
-            session_id=self._session(first) or None,
+            session_id=self._log.session_id(first.block_hash) or None,
             cache_salt=salt,
         )
 

@@ -29,19 +29,23 @@ class KvEventPublisher:
     def __init__(self, config: KvEventsConfig, log: KvEventLog) -> None:
         """Raises ListenError. Blocks that are already in the log have no tenant."""
         log.keeps_details = True
+        self.config = config
         self._log = log
         num_kept = 0 if config.replay_endpoint is None else config.buffer_steps
         self.history = BatchHistory(num_kept, config.max_queue_size)
         self._sockets = PublisherSockets(config, self.history)
         self.endpoint, self.replay_endpoint = self._sockets.endpoint, self._sockets.replay_endpoint
-        for endpoint in (self.endpoint if listens(config.endpoint) else None, self.replay_endpoint):
+        self.listens = listens(config.endpoint)
+        """Whether subscribers connect to ``endpoint``; otherwise this service connects to a subscriber there."""
+        for endpoint in (self.endpoint if self.listens else None, self.replay_endpoint):
             if endpoint is not None and not _is_local(endpoint):
                 _log.warning(
                     "--kv-events-config: anyone who can reach %s can read the tokens of all prompts and outputs; keep "
                     "others out with a firewall or a network policy",
                     endpoint,
                 )
-        _log.info("KV events are published at %s; replay: %s", self.endpoint, self.replay_endpoint or "none")
+        verb, replays = "listens on" if self.listens else "connects to", self.replay_endpoint or "none"
+        _log.info("KV events: the service %s %s; replays: %s", verb, self.endpoint, replays)
         self._task = asyncio.create_task(self._run(), name="penstock KV events")
 
     async def close(self) -> None:

@@ -28,10 +28,8 @@ END_NUMBER = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 """The number in the last message of an answer."""
 MAX_REPLAYS = 64
 """The maximum number of concurrent answers; further requests are ignored."""
-MAX_UNREAD = 1000
-"""The maximum number of messages of an answer that wait for its subscriber."""
 PORTION = 64
-"""The number of batches of an answer that are sent before newer batches are published."""
+"""The number of batches of an answer that are sent before newer batches are published, and that wait unread."""
 BUSY_POLL_MS = 10
 FLUSH_MS = 200
 """How long sending the last messages may take."""
@@ -62,25 +60,25 @@ class PublisherSockets:
         self._is_closing = False
         self._replays: dict[bytes, _Replay] = {}
         self._num_warned, self._warned_at = 0, -_WARN_EVERY_S
-        self._publisher = self._context.socket(zmq.PUB)
-        self._replayer = self._context.socket(zmq.ROUTER)
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.replay_endpoint: str | None = None
         """The address for replay requests, with the bound port."""
         try:
+            self._publisher = self._context.socket(zmq.PUB)
+            self._replayer = self._context.socket(zmq.ROUTER)
             self._publisher.setsockopt(zmq.SNDHWM, config.hwm)
             self.endpoint = _open(self._publisher, config.endpoint, "endpoint", may_connect=True)
             """The address for subscriptions, with the bound port."""
             if config.replay_endpoint is not None:
-                self._replayer.setsockopt(zmq.SNDHWM, MAX_UNREAD)
+                self._replayer.setsockopt(zmq.SNDHWM, PORTION)
                 self._replayer.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self.replay_endpoint = _open(self._replayer, config.replay_endpoint, "replay_endpoint")
-        except ListenError:
+            self._thread = Thread(target=self._run, name="penstock-kv-events", daemon=True)
+            self._thread.start()
+        except BaseException:
             self._close_sockets()
             os.close(self._wakes)
             raise
-        self._thread = Thread(target=self._run, name="penstock-kv-events", daemon=True)
-        self._thread.start()
 
     def wake(self) -> None:
         """Makes the thread publish new batches."""
@@ -94,9 +92,7 @@ class PublisherSockets:
         os.close(self._wakes)
 
     def _close_sockets(self) -> None:
-        for socket in (self._publisher, self._replayer):
-            socket.close(linger=FLUSH_MS)
-        self._context.term()
+        self._context.destroy(linger=FLUSH_MS)
 
     def _run(self) -> None:
         poller = zmq.Poller()

@@ -69,7 +69,7 @@ def add_harmony_text(lark: LarkGrammar) -> None:
         f'header: {lark.marker("<|channel|>")} ("analysis" | "commentary" | "final") {lark.marker("<|message|>")}',
         r"TEXT: /(?s:.+)/ & ~/(?s:.*)<\|(?s:.*)/",
     )
-    if lark.is_special(between):
+    if lark.has_tokens(between):
         lark.add_rules(f"earlier: TEXT? {lark.marker(between)}")
     else:
         lark.add_rules(f"earlier[lazy]: /(?s:.*){escaped(between)}/")
@@ -179,7 +179,7 @@ def _held_text(lark: LarkGrammar, rule: str, schema: Schema, closes: str, ends: 
             raise CannotBeHeld("a value of an enum contains a marker of this model's format")
         return f"({' | '.join(map(quoted, texts))}) {lark.marker(closes)}"
     bodies, terminal = _text_patterns(schema), rule.upper()
-    if lark.is_special(closes):
+    if lark.has_tokens(closes):
         others = "|".join(map(escaped, ends))
         held = " & ".join(f"/{body}/" for body in bodies)
         lark.add_rules(rf"{terminal}: {held} & /(?s:.+)/ & ~/(?s:.*)({others})(?s:.*)/")

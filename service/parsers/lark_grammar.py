@@ -32,8 +32,8 @@ class AnswerShape:
 
     shown_call: str = ""
     """A conversation with a call of ``probe_tool``, as the chat template writes it: formats have variants."""
-    special_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Ids of markers that are special tokens of the model; all others are text."""
+    marker_ids: Mapping[str, int] = field(default_factory=dict)
+    """Ids of the markers that are tokens of the model; all others are text."""
     reasoning: str | None = None
     in_reasoning: bool = False
     """Whether the prompt has opened the reasoning."""
@@ -75,12 +75,12 @@ class LarkGrammar:
         self._rules += rules
 
     def marker(self, text: str) -> str:
-        """Returns the expression of a text of markers, each as a special token or as text."""
-        return marker_expression(text, self.shape.special_tokens)
+        """Returns the expression of a text of markers, each as a token or as text."""
+        return marker_expression(text, self.shape.marker_ids)
 
-    def is_special(self, text: str) -> bool:
-        """Whether a text has special tokens."""
-        return any(token in text for token in self.shape.special_tokens)
+    def has_tokens(self, text: str) -> bool:
+        """Whether a text has markers that are tokens."""
+        return any(token in text for token in self.shape.marker_ids)
 
     def with_calls(self, syntax: CallSyntax, tools: Sequence[CallableTool], *, one: bool) -> str:
         """Returns the whole grammar, with the rules for a group of calls."""
@@ -92,7 +92,7 @@ class LarkGrammar:
         return "\n".join(self._rules)
 
     def _add_thought(self, form: ReasoningFormat) -> None:
-        if form.closes in self.shape.special_tokens:
+        if form.closes in self.shape.marker_ids:
             opens = "" if self.shape.in_reasoning else self.marker(form.opens)
             self.add_rules(f"thought: {opens} THOUGHT? {self.marker(form.closes)}", "THOUGHT: /(?s:.+)/")
         else:
@@ -101,11 +101,11 @@ class LarkGrammar:
         self.add_rules(f"space: {self.marker(form.before_answer)}" if form.before_answer else r"space: /[ \n]{0,2}/")
 
 
-def marker_expression(text: str, special_tokens: Mapping[str, int]) -> str:
-    """Returns the expression of a text in which each of ``special_tokens`` is a token, given by its id."""
-    tokens = "|".join(re.escape(token) for token in sorted(special_tokens, key=len, reverse=True))
+def marker_expression(text: str, marker_ids: Mapping[str, int]) -> str:
+    """Returns the expression of a text in which each of ``marker_ids`` is a token, given by its id."""
+    tokens = "|".join(re.escape(token) for token in sorted(marker_ids, key=len, reverse=True))
     parts = [part for part in re.split(f"({tokens})", text) if part] if tokens else [text]
-    return " ".join(f"<[{special_tokens[part]}]>" if part in special_tokens else quoted(part) for part in parts)
+    return " ".join(f"<[{marker_ids[part]}]>" if part in marker_ids else quoted(part) for part in parts)
 
 
 def json_rule(schema: Schema | None) -> str:

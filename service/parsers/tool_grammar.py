@@ -44,11 +44,11 @@ def text_grammar(tool_format: str, tools: Sequence[CallableTool], *, one: bool, 
         return lark.with_calls(syntax, tools, one=True)
     lark.add_rules(f"start: {lark.before}marked{'?' if one else '*'} text")
     lark.add_rules("marked: before_call group", "text: /(?s:.*)/")
-    if syntax.marker in shape.special_tokens:
+    if syntax.marker in shape.marker_ids:
         lark.add_rules(f"before_call: text {lark.marker(syntax.marker)}")
     else:  # lazy: the text ends as soon as the marker appears
         opens = None if shape.reasoning is None else REASONING_FORMATS[shape.reasoning].opens
-        thinks = "" if opens is None or lark.is_special(opens) else rf" & ~/\s*{escaped(opens)}(?s:.*)/"
+        thinks = "" if opens is None or lark.has_tokens(opens) else rf" & ~/\s*{escaped(opens)}(?s:.*)/"
         lark.add_rules("before_call[lazy]: BEFORE_CALL", f"BEFORE_CALL: /(?s:.*){escaped(syntax.marker)}/{thinks}")
     return lark.with_calls(syntax, tools, one=one)
 

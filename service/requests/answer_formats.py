@@ -63,8 +63,8 @@ class AnswerFormats:
     with_tools: OutputFormats = field(default_factory=OutputFormats)
     shown_call: str = ""
     """A conversation with a call of ``probe_tool``, as the template writes it: formats have variants."""
-    special_tokens: Mapping[str, int] = field(default_factory=dict)
-    """The markers that are tokens of the model and not text (``Tokenizer.marker_ids``), with their ids."""
+    marker_ids: Mapping[str, int] = field(default_factory=dict)
+    """The ids of the formats' markers that are tokens of the model and not text (``Tokenizer.marker_ids``)."""
     reasoning_parser: str = AUTO
     """The operator's choice."""
 
@@ -84,9 +84,9 @@ def find_formats(tokenizer: Tokenizer, tool_call_parser: str = AUTO, reasoning_p
         for with_tools in (False, True)
     ]
     found = frozenset[str]().union(*(markers(each.tool, each.reasoning) for each in of_template))
-    specials = {marker: token_id for marker, token_id in tokenizer.marker_ids.items() if marker in found}
+    marker_ids = {marker: token_id for marker, token_id in tokenizer.marker_ids.items() if marker in found}
     plain, with_tools = of_template
-    formats = AnswerFormats(plain, with_tools, shown_call, specials, reasoning_parser)
+    formats = AnswerFormats(plain, with_tools, shown_call, marker_ids, reasoning_parser)
     _log.info("parsers of outputs: tool calls %s, reasoning %s", tool or NONE, plain.reasoning or NONE)
     return formats
 

@@ -69,8 +69,9 @@ class AnswerParsing:
     def shown_ids(self, start: pb.GenerationStart) -> frozenset[int]:
         """Returns the special tokens that the text must include for the parser."""
         formats = self._of(start)
-        known = self._formats.special_tokens
-        return frozenset(known[marker] for marker in markers(formats.tool, formats.reasoning) if marker in known)
+        known = self._formats.marker_ids
+        shown = [known[marker] for marker in markers(formats.tool, formats.reasoning) if marker in known]
+        return self._tokenizer.special_ids.intersection(shown)
 
     def parsers(
         self, start: pb.GenerationStart, prompt: Sequence[int], schemas: ToolSchemas, *, is_constrained: bool

@@ -234,7 +234,8 @@ class RequestBuilder:
             max_tokens = fit_whole(start, self.output_form(start), longest_bytes, num_prompt_tokens, max_tokens)
         logprobs, prompt_logprobs = (_optional(start.output, name) for name in ("logprobs", "prompt_logprobs"))
         check_cost(n, logprobs, prompt_logprobs, num_prompt_tokens, max_tokens)
-        prediction = predicted_ids(start.prediction, self._tokenizer, self._validator)
+        predicts = self._drafts_predictions
+        prediction = predicted_ids(start.prediction, self._tokenizer, self._validator) if predicts else []
         ttft_ms, tpot_ms = (_optional(start, name) for name in ("ttft_slo_ms", "tpot_slo_ms"))
         request = Request(
             request_id=origin.request_id,
@@ -257,7 +258,7 @@ class RequestBuilder:
             arrival=origin.arrival,
             hash_salt=salt,
             max_drafts=self._drafts(start, grammar, prediction),
-            prediction=prediction if self._drafts_predictions else [],
+            prediction=prediction,
             measures_text=self._parsing.parses(start),
             grammar=self._whole_grammar(start, grammar, prompt.token_ids, max_tokens),
             grammar_end_ids=frozenset(self._tokenizer.eos_token_ids if grammar else ()),
@@ -330,7 +331,7 @@ class RequestBuilder:
         return self._max_retain_s if start.continue_from else 0.0
 
     def _drafts(self, start: pb.GenerationStart, grammar: str, prediction: list[int]) -> int:
-        predicted = MAX_PREDICTED_DRAFTS if prediction and self._drafts_predictions else 0
+        predicted = MAX_PREDICTED_DRAFTS if prediction else 0
         most = max(self._max_drafts, predicted, MAX_FORCED_DRAFTS if grammar else 0)
         return min(start.max_draft_tokens, most) if start.HasField("max_draft_tokens") else most
 

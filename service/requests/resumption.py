@@ -99,6 +99,11 @@ class PreparedRequest(NamedTuple):
             receiver, form = ParsingReceiver(receiver, self.choices), form._replace(parsed=True)
         return receiver, form
 
+    def replay(self, receiver: RequestReceiver, ref: int, form: OutputForm) -> None:
+        """Passes the output of the resumed tokens to the receiver of the engine's output."""
+        for delta in self.replayed:
+            receiver.delta(ref, delta, form, False)
+
 
 class Tickets:
     """Issues and honours tickets for one served model."""

@@ -68,7 +68,7 @@ class CallConstraints:
             if name in ("", tool.function.name)
         ]
         one = bool(name) or (chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls)
-        shape = AnswerShape(self._formats.shown_call, self._formats.special_tokens)
+        shape = AnswerShape(self._formats.shown_call, self._formats.marker_ids)
         if self.includes_reasoning(start):
             last = content_text(chat.messages[-1]) if chat.continue_final_message else ""
             shape = replace(shape, reasoning=HARMONY, in_reasoning=REASONING_FORMATS[HARMONY].is_open_in(last))

@@ -126,7 +126,7 @@ class FrameDispatcher:
         self._live[start.ref] = live
         self._outbox.opened()
         live.hold(self._outbox.is_stalled)
-        live.begin_request(start, self._last, self._live.get(start.supersedes))
+        live.begin_request(start, self._last, self._live.get(start.supersedes), takes_appends=True)
         self._num_refused = self._num_refused + 1 if live.has_ended else 0
         self._last = live.preparation or self._last
 

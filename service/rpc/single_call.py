@@ -78,8 +78,8 @@ class SingleCall:
         if not self._has_begun:
             # Sent separately: sent together with a message that is blocked, no status could overtake it.
             self._has_begun = True
-            if self._beats:
-                self._outbox.begin_beats()  # not before: a heartbeat would prevent proxies from retrying elsewhere
+            # Not before: a heartbeat would prevent proxies from retrying elsewhere.
+            self._outbox.begin_beats(sends=self._beats)
             await self._context.send_initial_metadata(())
         await self._context.write(raw)
 

@@ -109,6 +109,7 @@ class Outbox:
         self._was_cut = False
         """Whether this object cancelled a write."""
         self._next_beat: asyncio.TimerHandle | None = None
+        self._sends_beats = True
         self._writer: asyncio.Task[None] | None = None
         """The task of ``run``, while it is inside ``write``."""
         self._last_write = self._loop.time()
@@ -175,8 +176,10 @@ class Outbox:
         self._room(PART_BYTES).heartbeat = pb.Heartbeat(state=self._state())
         self._write_timer.set(AT_ONCE)
 
-    def begin_beats(self) -> None:
-        """Starts the heartbeats: one is sent whenever no message has been sent for their interval."""
+    def begin_beats(self, *, sends: bool = True) -> None:
+        """Starts the timer that cuts off a reader that leaves the rest of ended requests unread. With ``sends``, a
+        heartbeat is sent whenever no message has been sent for the interval."""
+        self._sends_beats = sends
         self._next_beat = self._loop.call_later(self._heartbeat_s, self._beat)
 
     def close(self, error: Exception | None = None) -> None:
@@ -339,7 +342,9 @@ class Outbox:
         ):
             # Too little is pending for the stream to be stalled, but all requests have ended and the rest is not read.
             self.fail(ServiceError(Reason.READER_TOO_SLOW))
-        if idle >= self._heartbeat_s and self._writer is None and not self._has_more:
+        if not self._sends_beats:
+            idle = 0.0
+        elif idle >= self._heartbeat_s and self._writer is None and not self._has_more:
             self.heartbeat()
             idle = 0.0
         self._next_beat = self._loop.call_later(max(self._heartbeat_s - idle, 0.01), self._beat)

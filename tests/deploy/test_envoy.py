@@ -11,7 +11,7 @@ import pytest
 import waiting
 from fake_service import NOT_SERVING, FakeService
 from monitoring.prometheus_server import until
-from proxies.envoy import CONFIG, running_envoy
+from proxies.envoy import CONFIG, check_often, running_envoy
 from serve_process import serving, target_of
 
 from penstock.clients import AsyncClient, Delta, PenstockError
@@ -51,7 +51,7 @@ async def test_a_replica_that_is_not_serving_gets_no_calls(envoy: str, tmp_path:
     async with (
         draining.serving(),
         FakeService().serving() as ready,
-        running_envoy(envoy, tmp_path, draining.target, ready.target) as proxy,
+        running_envoy(envoy, tmp_path, draining.target, ready.target, change=check_often) as proxy,
     ):
         assert await asyncio.to_thread(proxy.healthy) == {ready.target}
         for _ in range(8):

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 from fake_service import FakeService
-from proxies.envoy import Config, running_envoy
+from proxies.envoy import Config, check_often, running_envoy
 from proxies.replicas import replicas
 from waiting import until
 from wire.http_get import plain_client
@@ -139,7 +139,7 @@ async def test_an_idle_stream_outlives_every_timeout(envoy: str, tmp_path: Path,
     ):
         stream: Any = GenerationServiceStub(channel).Generate()
         num_heartbeats = 0
-        while num_heartbeats < 15:
+        while num_heartbeats < 8:
             num_heartbeats += (await stream.read()).HasField("heartbeat")
         sampling = pb.SamplingParams(max_tokens=1, ignore_eos=True)
         await stream.write(pb.GenerateRequest(start=pb.GenerationStart(ref=1, text="hi", sampling=sampling)))
@@ -236,11 +236,11 @@ async def test_a_broken_replica_is_left_out(envoy: str, tmp_path: Path) -> None:
     async with (
         broken.serving(),
         FakeService().serving() as ready,
-        running_envoy(envoy, tmp_path, broken.target, ready.target) as proxy,
+        running_envoy(envoy, tmp_path, broken.target, ready.target, change=check_often) as proxy,
         AsyncClient(proxy.target) as client,
     ):
         num_well = 0
-        while num_well < 10:  # Envoy batches such changes for a second
+        while num_well < 10:  # Envoy batches such changes
             refused = broken.refused
             assert (await client.model()).name == "fake"
             num_well = num_well + 1 if broken.refused == refused else 0

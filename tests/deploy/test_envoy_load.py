@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proxies.envoy import Config, Envoy, cluster_of, policy_of, running_envoy
+from proxies.envoy import Config, Envoy, cluster_of, for_http, policy_of, running_envoy
 from proxies.replicas import LOADS, replicas, share_of_second
 from wire.http_get import fetch
 
@@ -92,7 +92,11 @@ async def test_envoy_reads_the_header_of_the_http_gateway(
 
     servers = [await asyncio.start_server(partial(accept, share), "127.0.0.1", 0) for share in (0.8, 0.2)]
     targets = [f"127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
-    change = partial(for_http, wanted)
+
+    def change(config: Config) -> None:
+        for_http(config, wanted)
+        soon(config, oob=False)
+
     async with running_envoy(find_program("envoy"), tmp_path, *targets, change=change) as proxy:
         weights: dict[str, int] = {}
         while [weights.get(target) for target in targets] != [125, 500]:  # requests per second / utilization
@@ -100,18 +104,6 @@ async def test_envoy_reads_the_header_of_the_http_gateway(
             weights = await asyncio.to_thread(proxy.weights)
     for server in servers:
         server.close()
-
-
-def for_http(wanted: str, config: Config) -> None:
-    """Configures Envoy to balance HTTP by the header."""
-    soon(config, oob=False)
-    cluster = cluster_of(config)
-    del cluster["health_checks"], cluster["typed_extension_protocol_options"]
-    ((manager,),) = (chain["filters"] for chain in config["static_resources"]["listeners"][0]["filter_chains"])
-    manager["typed_config"]["codec_type"] = "AUTO"
-    (route,) = manager["typed_config"]["route_config"]["virtual_hosts"][0]["routes"]
-    del route["match"]["grpc"]
-    route["request_headers_to_add"] = [{"header": {"key": "endpoint-load-metrics-format", "value": wanted}}]
 
 
 async def has_weights(proxy: Envoy, busy: str, other: str) -> bool:

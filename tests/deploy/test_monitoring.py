@@ -15,7 +15,7 @@ import yaml
 from monitoring.prometheus_server import Prometheus, running_prometheus, skip_without, until
 from monitoring.promql import names_in
 from prometheus_client import ProcessCollector
-from serve_process import serving, target_of
+from serve_process import http_target_of, serving, target_of
 
 import penstock.v1 as pb
 from penstock.clients import Client, RequestFailed
@@ -260,9 +260,7 @@ def targets() -> Iterator[dict[str, str]]:
     """The address of each job: a service on the demo model and its gateway, after some requests and calls.
     One of each has failed."""
     with serving(*SERVE, stdin=subprocess.DEVNULL) as (_, greeting):
-        gateway = re.search(r"API at http://([\d.:]+)/v1", greeting)
         metrics = re.search(r"curl http://([\d.:]+)/metrics", greeting)
-        assert gateway is not None, greeting
         assert metrics is not None, greeting
         with Client(target_of(greeting)) as client:
             for _ in range(3):
@@ -273,9 +271,10 @@ def targets() -> Iterator[dict[str, str]]:
             GenerationServiceStub(channel).Complete(pb.CompleteRequest())
         body = json.dumps({"prompt": "hi", "max_tokens": 4, "unheard_of": 1}).encode()
         headers = {"content-type": "application/json"}
-        request = urllib.request.Request(f"http://{gateway[1]}/v1/completions", data=body, headers=headers)
+        gateway = http_target_of(greeting)
+        request = urllib.request.Request(f"http://{gateway}/v1/completions", data=body, headers=headers)
         urllib.request.urlopen(request, timeout=120).close()
-        yield {"penstock": metrics[1], "penstock-gateway": gateway[1]}
+        yield {"penstock": metrics[1], "penstock-gateway": gateway}
 
 
 def filled_in(query: str) -> str:

@@ -18,7 +18,7 @@ from contextlib import (
     contextmanager,
 )
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +149,14 @@ def say(history: Sequence[int], sampling: SamplingParams) -> int:
     if TURN not in history:
         return TURN_ENDS
     last_turn = len(history) - 1 - list(reversed(history)).index(TURN)
-    prompt = bytes(token for token in history[:last_turn] if token < TURN_ENDS)
     said = len(history) - last_turn - 1 - len(b"assistant\n")
-    wanted = prompt.rpartition(SAY)[2]
+    wanted = _wanted(tuple(history[:last_turn]))
     return wanted[said] if said < len(wanted) else TURN_ENDS
+
+
+@lru_cache(64)
+def _wanted(prompt: tuple[int, ...]) -> bytes:
+    return bytes(token for token in prompt if token < TURN_ENDS).rpartition(SAY)[2]
 
 
 @pytest.fixture(scope="session")

@@ -184,6 +184,22 @@ def test_nothing_is_reported_without_a_prefix_cache():
     assert list(kv.events.hashes) == []
 
 
+def test_a_chain_that_was_stored_backwards_comes_in_order_and_in_bounded_messages():
+    log = KvEventLog(block_size=2, max_changes=5000)
+    reader = KvEventReader(log, log.stream_id, log.sequence)
+    hashes = [number.to_bytes(32) for number in range(1, 2001)]
+    for number in reversed(range(2000)):
+        log.stored(hashes[number], hashes[number - 1] if number else b"", (1, 2))
+    messages = []
+    while not reader.is_up_to_date:
+        messages.append([block.block_hash for block in reader.read(8000).stored])
+    assert max(map(len, messages)) < 110
+    assert [block_hash for message in messages for block_hash in message] == hashes
+    num_blocks, blocks = log.snapshot()
+    assert num_blocks == 2000
+    assert [block.block_hash for block in blocks] == hashes
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=60))
 def test_a_mirror_is_right_whenever_its_reader_is_up_to_date(mirror_type, operations):
@@ -204,7 +220,12 @@ def test_a_mirror_is_right_whenever_its_reader_is_up_to_date(mirror_type, operat
         elif operation == 9:
             reader = KvEventReader(log, log.stream_id, mirror.sequence)
         else:
-            mirror.apply(*reader.read(1 if operation == 7 else 150))
+            changes = reader.read(1 if operation == 7 else 150)
+            known_hashes = set() if changes.cleared else mirror.map.keys() - changes.removed
+            for block in changes.stored:
+                assert block.parent_hash in known_hashes or block.parent_hash not in log.hashes, "parents come first"
+                known_hashes.add(block.block_hash)
+            mirror.apply(*changes)
             if reader.is_up_to_date:
                 assert set(mirror.map) == {HASHES[number] for number in known}
     assert reader.is_up_to_date

@@ -55,7 +55,7 @@ async def test_mirrors_on_the_wire_equal_the_pools_map_after_10000_random_operat
     random_cache_type, mirror_type, monkeypatch
 ):
     # Or a message would hold the whole pool.
-    monkeypatch.setattr("penstock.service.admin.kv_events.MAX_MESSAGE_BYTES", 400)
+    monkeypatch.setattr("penstock.service.kv_publisher.watchers.MAX_MESSAGE_BYTES", 400)
     cache = random_cache_type(seed=7)
     rng = random.Random(7)
     async with serving(cache.kv.events) as stub:
@@ -98,7 +98,7 @@ async def test_the_first_message_comes_at_once_and_the_next_when_something_happe
 
 async def test_a_slow_reader_gets_the_final_state_without_every_change(mirror_type, monkeypatch):
     """The service waits once the connection takes no more, and keeps nothing for it."""
-    monkeypatch.setattr("penstock.service.admin.kv_events.PAUSE_S", 0.0)
+    monkeypatch.setattr("penstock.service.kv_publisher.watchers.PAUSE_S", 0.0)
     log = KvEventLog(block_size=4096, max_changes=100)
     hashes = [bytes([number]) for number in range(8)]
     mirror = mirror_type()

@@ -53,6 +53,13 @@ def target_of(greeting: str) -> str:
     return match[1]
 
 
+def http_target_of(greeting: str) -> str:
+    """Returns the host and port of OpenAI's API."""
+    match = re.search(r"API at http://(\S+)/v1", greeting)
+    assert match is not None, greeting
+    return match[1]
+
+
 def write_small_model(directory: Path) -> Path:
     """Writes the demo's tokenizer and a tiny model of two shards."""
     demo = resolve_model(DEMO)

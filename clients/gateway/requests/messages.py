@@ -36,6 +36,9 @@ _NAMES: Names = (
     (r"sampling\.stop", "stop_sequences"),
     (r"sampling\.thinking_token_budget", "thinking.budget_tokens"),
     (r"constraint(\.json_schema)?", "output_config.format.schema"),
+    (r"response_format(\.json_schema\.schema)?", "output_config.format.schema"),
+    (r"chat\.continue_final_message", "messages"),
+    (r"chat\.parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
     (r"chat\.tools(\[\d+\])\.function\.parameters_json", r"tools\1.input_schema"),
     (r"chat\.tools(\[\d+\])\.function", r"tools\1"),
     (r"chat\.template_variables_json", "thinking"),
@@ -56,10 +59,9 @@ class _MessagePlace:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatOfMessages:
-    """A Messages request as a chat."""
+class MessageNames:
+    """The caller's names of the chat's fields. It has none of their texts: a stream keeps it to its end."""
 
-    chat: ChatRequest
     _places: Sequence[_MessagePlace]
 
     def caller_name(self, field: str) -> str:
@@ -74,20 +76,37 @@ class ChatOfMessages:
         return names.get(found[3] or "", place.block) + rest
 
 
+@dataclass(frozen=True, slots=True)
+class ChatOfMessages:
+    """A Messages request as a chat."""
+
+    chat: ChatRequest
+    names: MessageNames
+
+
 class _Messages:
     """The messages of a chat."""
 
     def __init__(self) -> None:
         self.messages: list[ChatRequestMessage] = []
         self.places: list[_MessagePlace] = []
+        self._texts: list[str] = []
+        """The texts of the last message, if it is the user's."""
 
     def add_message(self, role: str, text: str | None, place: _MessagePlace, tool_call_id: str | None = None) -> None:
         """Adds a message. Consecutive texts of the user are merged: many chat templates refuse several."""
-        if role == "user" and self.messages and (last := self.messages[-1]).role == "user":
-            last.content = f"{last.content}\n{text}"
+        if role == "user" and self._texts:
+            self._texts.append(text or "")
             return
+        self.join_texts()
+        self._texts = [text or ""] if role == "user" else []
         self.messages.append(ChatRequestMessage(role=role, content=text, tool_call_id=tool_call_id))
         self.places.append(place)
+
+    def join_texts(self) -> None:
+        """Joins the texts of the last message."""
+        if self._texts:
+            self.messages[-1].content = "\n".join(self._texts)
 
     def add_user(self, message: InputMessage, where: str) -> None:
         """Adds results of tools, and the texts between them."""
@@ -97,7 +116,7 @@ class _Messages:
         for path, block in blocks:
             if isinstance(block, ToolResultBlock):
                 if texts:
-                    self.add_message(message.role, "\n".join(texts), place)
+                    self.add_message("user", "\n".join(texts), place)
                     texts = []
                 content = block.content if isinstance(block.content, str) else _joined(block.content)
                 self.add_message("tool", content, _MessagePlace(f"{path}.content", path), block.tool_use_id)
@@ -106,7 +125,7 @@ class _Messages:
             else:
                 raise invalid(f"{path}.type", f"{block.type} is only for messages of the assistant")
         if texts or not blocks:
-            self.add_message(message.role, "\n".join(texts), place)
+            self.add_message("user", "\n".join(texts), place)
 
     def add_assistant(self, message: InputMessage, where: str) -> None:
         """Adds an answer. Its text, reasoning and calls become one message."""
@@ -154,7 +173,7 @@ def as_chat(body: CountTokensRequest) -> ChatOfMessages:
         continue_final_message=continues or None,
         **given,
     )
-    return ChatOfMessages(chat, conversation.places)
+    return ChatOfMessages(chat, MessageNames(conversation.places))
 
 
 def _conversation(body: CountTokensRequest) -> _Messages:
@@ -163,20 +182,34 @@ def _conversation(body: CountTokensRequest) -> _Messages:
     found = _Messages()
     instructions: list[str] = []
     blocks = [body.system] if isinstance(body.system, str) else [block.text for block in body.system or ()]
-    instructions += [text for text in blocks if not text.startswith(_BILLING)]
+    instructions += [text for text in blocks if text and not text.startswith(_BILLING)]
     for at, message in enumerate(body.messages):
         where = f"messages[{at}]"
-        if message.role == "system" and not found.messages:
-            instructions += [block.text for _, block in _blocks(message, where) if isinstance(block, TextBlock)]
-        elif message.role == "assistant":
+        if message.role == "assistant":
             found.add_assistant(message, where)
-        else:
+        elif message.role == "user":
             found.add_user(message, where)
+        elif not found.messages:
+            instructions += _instructions(message, where)
+        elif texts := _instructions(message, where):
+            found.add_message("system", "\n".join(texts), _MessagePlace(f"{where}.content", where))
+    found.join_texts()
+    if not found.messages:
+        raise invalid("messages", "must have a message of the user")
     if instructions:
         text = "\n".join(instructions)
         found.messages.insert(0, ChatRequestMessage(role="system", content=text))
         found.places.insert(0, _MessagePlace("system", "system"))
     return found
+
+
+def _instructions(message: InputMessage, where: str) -> list[str]:
+    """Returns the texts of a message of the system. Raises GatewayError."""
+    blocks = _blocks(message, where)
+    for path, block in blocks:
+        if not isinstance(block, TextBlock):
+            raise invalid(f"{path}.type", "must be text in a message of the system")
+    return [block.text for _, block in blocks if block.text]
 
 
 def _blocks(message: InputMessage, where: str) -> list[tuple[str, Any]]:

@@ -111,7 +111,7 @@ class StreamingOrWholeResponse(Response):
             if has_begun:
                 await _send_part(send, _events(self._writer.failed(error)) + self._last, more=False)
             else:
-                await error.response(scope)(scope, receive, send)
+                await error.response(scope["path"])(scope, receive, send)
         finally:
             self._upstream_request.close()
             watcher.cancel()

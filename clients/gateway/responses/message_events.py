@@ -4,8 +4,7 @@ The same writer serves both forms: a whole answer is built from the events of a 
 service.
 """
 
-from typing import Any
-
+import msgspec
 from pydantic_core import from_json
 
 from penstock.clients.gateway.json_object import Json
@@ -22,6 +21,8 @@ class MessageEvents:
         self._num_blocks = 0
         self._open: str | None = None
         """The type of the last block, if it is incomplete."""
+        self._arguments: list[str] = []
+        """The arguments of the open call, which are sent when they are complete: clients read them as JSON at once."""
         self._end: Json = {"stop_reason": None, "stop_sequence": None}
 
     def begin(self, message: Json) -> list[Json]:
@@ -68,8 +69,7 @@ class MessageEvents:
         if piece.id:
             block = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
             events = [*self._close(), *self._start(block)]
-        if piece.arguments:
-            events.append(self._delta({"type": "input_json_delta", "partial_json": piece.arguments}))
+        self._arguments.append(piece.arguments)
         return events
 
     def _start(self, block: Json) -> list[Json]:
@@ -82,9 +82,13 @@ class MessageEvents:
     def _close(self) -> list[Json]:
         if self._open is None:
             return []
-        # Clients expect a signature, but only Anthropic's own service checks it.
-        signed = [self._delta({"type": "signature_delta", "signature": ""})] if self._open == "thinking" else []
-        events = [*signed, {"type": "content_block_stop", "index": self._num_blocks}]
+        events: list[Json] = []
+        if self._open == "thinking":  # clients expect a signature, but only Anthropic's own service checks it
+            events = [self._delta({"type": "signature_delta", "signature": ""})]
+        elif self._open == "tool_use":
+            events = [self._delta({"type": "input_json_delta", "partial_json": _input("".join(self._arguments))})]
+            self._arguments = []
+        events.append({"type": "content_block_stop", "index": self._num_blocks})
         self._num_blocks += 1
         self._open = None
         return events
@@ -120,13 +124,14 @@ class WholeMessage:
 def _whole_block(block: Json, text: str) -> Json:
     if block["type"] != "tool_use":
         return block | {block["type"]: text}
-    return block | {"input": _input(text)}
+    return block | {"input": from_json(text)}
 
 
-def _input(arguments: str) -> Any:
-    """Returns the input of a call. If the call was cut off, it contains only the complete fields."""
+def _input(arguments: str) -> str:
+    """Returns the input of a call as JSON. If the call was cut off, it contains only the complete fields. If the
+    arguments are not a JSON object, it is empty."""
     try:
-        given = from_json(arguments or "{}", allow_partial=True)
+        given = from_json(arguments, allow_partial=True)
     except ValueError:
-        return {}
-    return given if isinstance(given, dict) else {}
+        given = None
+    return msgspec.json.encode(given if isinstance(given, dict) else {}).decode()

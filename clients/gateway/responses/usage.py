@@ -68,13 +68,14 @@ class UsageTracker:
         if self._is_streamed and not self._in_last_chunk:
             return []
         usage = _usage(replace(self._finished, output_tokens=0) if without_output else self._finished)
-        if shows_reasoning:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self._finished.reasoning_tokens}
+        details = {"reasoning_tokens": self._finished.reasoning_tokens} if shows_reasoning else {}
         if shows_prediction:
-            usage["completion_tokens_details"] |= {
+            details |= {
                 "accepted_prediction_tokens": self._accepted_predicted,
                 "rejected_prediction_tokens": self._predicted - self._accepted_predicted,
             }
+        if details:
+            usage["completion_tokens_details"] = details
         return [{**self._common, "choices": [], "usage": usage}]
 
 

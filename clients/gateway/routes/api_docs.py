@@ -118,7 +118,11 @@ def complete(described: dict[str, Any]) -> None:
     Removes FastAPI's status 422, which the gateway never returns."""
     described["servers"] = [{"url": "."}]  # next to the description, below a proxy's prefix too
     described["components"]["securitySchemes"] = {
-        "key": {"type": "http", "scheme": "bearer", "description": "A key or token of the service, if it requires one."}
+        "key": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "A key or token of the service, if it requires one. The header `X-API-Key` may have it too.",
+        }
     }
     for name in ("HTTPValidationError", "ValidationError"):
         described["components"]["schemas"].pop(name, None)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.clients.events import Accepted, Finished, Usage
-from penstock.clients.gateway.errors import GatewayError
+from penstock.clients.gateway.errors import AnthropicErrorBody, GatewayError
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.requests.chat import build_chat_start, check_chat, rendered_ids
 from penstock.clients.gateway.requests.messages import as_chat
@@ -16,12 +16,16 @@ from penstock.clients.gateway.requests.sampling import check_model
 from penstock.clients.gateway.responses.chat_stream import ChatReader
 from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse
 from penstock.clients.gateway.responses.message_events import MessageEvents, WholeMessage
-from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
+from penstock.clients.gateway.routes.caller_route import GENERATION_ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.chat import ChatRequest
 from penstock.clients.gateway.schemas.messages import CountTokensRequest, Message, MessagesRequest, TokenCount
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Arrival
 
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": AnthropicErrorBody, "description": error["description"]}
+    for status, error in GENERATION_ERRORS.items()
+} | {400: {"model": AnthropicErrorBody, "description": "The request is invalid; the message names the field."}}
 _OK: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer. With `stream`, Anthropic's events: `message_start`, the blocks, `message_delta` "
@@ -38,39 +42,39 @@ def make_router() -> APIRouter:
     @router.post(
         "/v1/messages",
         response_model=Message,
-        responses=ERRORS | _OK,
+        responses=_ERRORS | _OK,
         summary="Answer a conversation, with Anthropic's API",
         description="Anthropic's Messages API: tools, thinking and streamed events. Errors have Anthropic's format.",
     )
     async def answer(body: MessagesRequest, request: Request, caller: CallerDep) -> Response:
         converted = as_chat(body)
-        chat = converted.chat
+        chat, names = converted.chat, converted.names
         if not caller.model.reasoning_parser:
             chat.thinking_token_budget = None  # clients send it whatever the model
         check_chat(chat, caller)
         try:
             start = build_chat_start(chat, request.headers, caller)
         except GatewayError as error:
-            raise error.with_param(converted.caller_name) from None
+            raise error.with_param(names.caller_name) from None
         return StreamingOrWholeResponse(
             caller,
             [start],
             MessageWriter(chat, caller),
             stream=bool(body.stream),
-            caller_name=lambda _, field: converted.caller_name(field),
+            caller_name=lambda _, field: names.caller_name(field),
             last=b"",
         )
 
     @router.post(
         "/v1/messages/count_tokens",
-        responses=ERRORS,
+        responses={status: error for status, error in _ERRORS.items() if status != 409},
         summary="Count the tokens of a conversation",
         description="Counts the tokens in the prompt of a request to /v1/messages, without answering it.",
     )
     async def count(body: CountTokensRequest, caller: CallerDep) -> TokenCount:
         converted = as_chat(body)
         check_model(body.model, caller)
-        token_ids = await rendered_ids(converted.chat, caller, converted.caller_name)
+        token_ids = await rendered_ids(converted.chat, caller, converted.names.caller_name)
         return TokenCount(input_tokens=len(token_ids))
 
     return router

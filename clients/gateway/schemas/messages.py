@@ -97,7 +97,7 @@ class MessagesTool(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _needs_a_schema(cls, tool: Any) -> Any:
+    def _is_custom(cls, tool: Any) -> Any:
         kind = type_of(tool)
         if kind not in ("", "custom"):
             raise ValueError(f"type {kind[:60]!r} is not supported; describe the tool as a custom one")

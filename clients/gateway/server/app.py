@@ -146,6 +146,6 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             allow_methods=("GET", "HEAD", "OPTIONS", "POST"),
             allow_headers=("*",),
             allow_private_network=True,
-            expose_headers=("Retry-After", "Retry-After-Ms", "X-Request-Id", "X-Should-Retry"),
+            expose_headers=("Request-Id", "Retry-After", "Retry-After-Ms", "X-Request-Id", "X-Should-Retry"),
         )
     return app

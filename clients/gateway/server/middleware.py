@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import GatewayError, ResponseCut, as_gateway_error, try_again
-from penstock.clients.gateway.paths import as_routed
+from penstock.clients.gateway.paths import as_routed, is_anthropics
 from penstock.clients.gateway.schemas.unsupported import shown
 from penstock.clients.gateway.tracing import GatewayTracer
 from penstock.clients.gateway.traffic import CALLER, HELD_UNTIL_END, GatewayMetrics, RequestRecord
@@ -73,7 +73,6 @@ class OuterMiddleware:
         has_begun = False
         is_refused = self._gateway_metrics.is_full and scope["path"] not in _PROBES
         num_bytes = 0
-        wanted_load = Headers(scope=scope).get(FORMAT_HEADER, "")
 
         async def send_with_id(message: Message) -> None:
             nonlocal has_begun
@@ -81,10 +80,10 @@ class OuterMiddleware:
                 has_begun = True
                 record.status = message["status"]
                 headers = MutableHeaders(scope=message)
-                if wanted_load and (caller := scope.get("state", {}).get(CALLER)) is not None:
-                    named = await caller.load_header(wanted_load)
-                    headers.update({} if named is None else dict([named]))
+                await _add_load(headers, scope)
                 record.request_id = headers.setdefault("x-request-id", f"gw-{secrets.token_hex(12)}")
+                if is_anthropics(scope["path"]):
+                    headers["request-id"] = record.request_id  # the name that Anthropic's clients know
             await send(message)
 
         async def receive_bounded() -> Message:
@@ -111,7 +110,7 @@ class OuterMiddleware:
             release_frames(error)
             if has_begun:  # the server closes the connection, so the caller notices that the response is incomplete
                 raise _Cut from None
-            response = as_gateway_error(error).response(scope)
+            response = as_gateway_error(error).response(scope["path"])
             if is_refused:
                 response.headers["connection"] = "close"  # makes room for others
             await response(scope, receive, send_with_id)
@@ -129,6 +128,15 @@ class OuterMiddleware:
     def _too_large(self) -> GatewayError:
         message = f"the body may have at most {self._max_body_bytes:,} bytes; send less at once"
         return GatewayError(413, message, code="request_too_large")
+
+
+async def _add_load(headers: MutableHeaders, scope: Scope) -> None:
+    """Adds the service's load to a response, if its request has the header for it."""
+    wanted = Headers(scope=scope).get(FORMAT_HEADER, "")
+    if wanted and (caller := scope.get("state", {}).get(CALLER)) is not None:
+        named = await caller.load_header(wanted)
+        if named is not None:
+            headers[named[0]] = named[1]
 
 
 def _check_host(headers: Headers, http_version: str) -> None:

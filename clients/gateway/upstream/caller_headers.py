@@ -1,7 +1,6 @@
 """Reads a caller's headers: its API key, its tenant, its idempotency key, and what the gateways in front of this one
 say about the request. Each may occur only once, because a proxy may have added its own to the caller's."""
 
-import re
 from collections.abc import Mapping
 
 from google.protobuf.message import Message
@@ -10,9 +9,8 @@ from starlette.datastructures import Headers
 from penstock.clients.gateway.errors import GatewayError, invalid
 from penstock.clients.gateway.field_names import IDEMPOTENCY_KEY
 from penstock.clients.gateway.settings import GatewaySettings
-from penstock.clients.host.routing_headers import RoutingHeaderError, RoutingHeaders
+from penstock.clients.host.routing_headers import TENANT_NAME, RoutingHeaderError, RoutingHeaders
 
-_TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_KEY_BYTES = 8192
 """The service takes keys of 1,024 bytes and tokens of at most 8,192."""
 _MAX_IDEMPOTENCY_KEY_BYTES = 128
@@ -27,14 +25,14 @@ def bearer_key(headers: Headers) -> str | None:
         message = f"send the header Authorization once; there are {len(given)}"
         raise GatewayError(401, message, code="invalid_api_key")
     scheme, _, key = given[0].partition(" ") if given else ("", "", "")
-    key = key.strip() if scheme.lower() == "bearer" else ""
-    keys = {*headers.getlist("x-api-key"), *([key] if key else [])}
+    shown = [key if scheme.lower() == "bearer" else "", *headers.getlist("x-api-key")]
+    keys = {key.strip() for key in shown} - {""}
     if len(keys) > 1:
         message = "send the API key once, in the header Authorization or X-API-Key; there are several"
         raise GatewayError(401, message, code="invalid_api_key")
-    key = next(iter(keys), "").strip()
-    if not key:
+    if not keys:
         return None
+    key = keys.pop()
     if not (key.isascii() and key.isprintable() and len(key) <= _MAX_KEY_BYTES):
         message = f"the API key must be printable ASCII, at most {_MAX_KEY_BYTES:,} bytes"
         raise GatewayError(401, message, code="invalid_api_key")
@@ -50,7 +48,7 @@ def named_tenant(headers: Headers, settings: GatewaySettings) -> str:
     tenant = named[0] if named else ""
     if not tenant and settings.requires_tenant:
         raise GatewayError(400, f"the header {header} is missing; name the tenant in it", code="invalid_tenant")
-    if tenant and not _TENANT.fullmatch(tenant):
+    if tenant and not TENANT_NAME.fullmatch(tenant):
         message = f"the header {header} must have 1 to 64 characters of [A-Za-z0-9_.-]"
         raise GatewayError(400, message, code="invalid_tenant")
     return tenant

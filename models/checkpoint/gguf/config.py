@@ -4,7 +4,7 @@ whether they exist."""
 import re
 from collections.abc import Mapping
 
-from penstock.models.checkpoint.gguf.families import FAMILIES
+from penstock.models.checkpoint.gguf.families import FACTORS_SHORT, FAMILIES
 from penstock.models.checkpoint.gguf.header import GgufHeader
 from penstock.models.checkpoint.gguf.metadata import (
     ARCHITECTURE,
@@ -28,6 +28,14 @@ _COMMON = {
     "layer_norm_eps": "attention.layer_norm_epsilon",
 }
 """Fields of config.json that most families share, and the metadata that they come from, without the architecture."""
+_COMPUTED = {
+    "dots1.expert_gating_func": 2,
+    "glm4moe.expert_gating_func": 2,
+    "granite.rope.scaling.finetuned": True,
+    "granitemoe.rope.scaling.finetuned": True,
+    "minimax-m2.expert_gating_func": 2,
+}
+"""Keys that change how a family computes, and the only value that is supported, which files may omit."""
 _FIELD = re.compile(r"config\.json: (\w+)")
 
 
@@ -45,6 +53,11 @@ def config_of(header: GgufHeader) -> tuple[Config, Mapping[str, str]]:
             f"{header.path}: {name}.attention.value_length differs from {name}.attention.key_length, which is not "
             "supported: use another model"
         )
+    for key, computed in _COMPUTED.items():
+        if (value := header.metadata.get(key, computed)) != computed:
+            raise ModelError(
+                f"{header.path}: {key} is {str(value)[:60]!r}, and only {computed} is supported: use another model"
+            )
     config = metadata.fields(_COMMON)
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
@@ -73,8 +86,11 @@ def described(error: ModelError, header: GgufHeader, keys: Mapping[str, str]) ->
 def _rope(metadata: Metadata, config: Config) -> Config:
     rope: Config = {"rope_theta": DEFAULT_THETA} | metadata.fields({"rope_theta": "rope.freq_base"})
     kind = metadata.get("rope.scaling.type")
-    if kind == "linear":
-        rope |= {"rope_type": "linear"} | metadata.fields({"factor": "rope.scaling.factor"})
+    if kind in (None, "linear") and not metadata.has(FACTORS_SHORT):
+        # The second key is the factor's name in old files.
+        factor = metadata.fields({"factor": "rope.scaling.factor"}) or metadata.fields({"factor": "rope.scale_linear"})
+        if factor.get("factor", 0) not in (0, 1):
+            rope |= {"rope_type": "linear"} | factor
     elif kind == "yarn":
         rope |= {"rope_type": "yarn"} | metadata.fields(
             {
@@ -86,6 +102,6 @@ def _rope(metadata: Metadata, config: Config) -> Config:
                 "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
             }
         )
-    elif kind not in (None, "none", "longrope"):
+    elif kind not in (None, "linear", "none", "longrope"):
         rope["rope_type"] = str(kind)
     return rope | rotated_part(metadata.get("rope.dimension_count"), head_dim(config))

@@ -9,19 +9,19 @@ from penstock.models.checkpoint.gguf.metadata import DEFAULT_THETA, Config, Fami
 GEMMA4_ROTATED = 0.25
 """The fraction of pairs that Gemma 4 rotates in layers without a window. ``gguf_tensors`` checks it."""
 FACTORS_SHORT, FACTORS_LONG = "rope_factors_short.weight", "rope_factors_long.weight"
-_EXPERTS = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 
 
-def _with_experts(architecture: str, count: str = "num_experts", **fixed: Any) -> Family:
-    def family(metadata: Metadata, config: Config) -> Config:
-        names = {count: "expert_count", "num_experts_per_tok": "expert_used_count"}
-        return {"architectures": [architecture], **metadata.fields(names), **fixed}
-
-    return family
+def _experts(count: str = "num_experts") -> dict[str, str]:
+    """The names of the numbers of experts, and their keys."""
+    return {count: "expert_count", "num_experts_per_tok": "expert_used_count"}
 
 
-def _plain(architecture: str, **fixed: Any) -> Family:
-    return lambda metadata, config: {"architectures": [architecture], **fixed}
+def _with_experts(architecture: str, count: str = "num_experts") -> Family:
+    return lambda metadata, config: {"architectures": [architecture], **metadata.fields(_experts(count))}
+
+
+def _plain(architecture: str) -> Family:
+    return lambda metadata, config: {"architectures": [architecture]}
 
 
 def _llama(metadata: Metadata, config: Config) -> Config:
@@ -43,7 +43,7 @@ def _qwen_moe(architecture: str, normalise: bool) -> Family:
             "intermediate_size": config.get("intermediate_size", 1),
             "norm_topk_prob": normalise,
             "mlp_only_layers": metadata.layers_without("ffn_gate_inp.weight"),
-            **metadata.fields(_EXPERTS | sizes),
+            **metadata.fields(_experts() | sizes),
         }
 
     return family
@@ -74,8 +74,10 @@ def _gemma3(metadata: Metadata, config: Config) -> Config:
 def _gemmas_scale(metadata: Metadata, config: Config, largest: int) -> Config:
     """The scale of attention scores. The format has none for Gemma: the models with ``largest`` layers divide by the
     hidden size per head, the others by the head size."""
-    if isinstance(scale := metadata.get("attention.scale"), float) and scale > 0:
-        return {"query_pre_attn_scalar": scale**-2}
+    given = metadata.fields({"query_pre_attn_scalar": "attention.scale"})
+    if scale := given.get("query_pre_attn_scalar"):
+        # The family's reader refuses any other.
+        return {"query_pre_attn_scalar": scale**-2} if isinstance(scale, float) and 1e-6 < scale < 1e6 else given
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if config.get("num_hidden_layers") == largest and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         return {"query_pre_attn_scalar": hidden // heads}
@@ -135,8 +137,8 @@ def _granite(architecture: str) -> Family:
             "logits_scaling": "logit_scale",
         }
         default = {"attention_multiplier": (head_dim(config) or 1) ** -0.5}
-        experts = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
-        return {"architectures": [architecture], **default, **metadata.fields(factors | experts)}
+        names = factors | _experts("num_local_experts")
+        return {"architectures": [architecture], **default, **metadata.fields(names)}
 
     return family
 
@@ -264,9 +266,7 @@ _MAVERICKS_EXPERTS = 128
 
 def _llama4(metadata: Metadata, config: Config) -> Config:
     """Llama 4. The format leaves out what Scout and Maverick share. Only Scout has norms of queries and keys."""
-    names = {
-        "num_local_experts": "expert_count",
-        "num_experts_per_tok": "expert_used_count",
+    names = _experts("num_local_experts") | {
         "intermediate_size": "expert_feed_forward_length",
         "intermediate_size_mlp": "feed_forward_length",
         "interleave_moe_layer_step": "interleave_moe_layer_step",
@@ -295,7 +295,7 @@ def _gemma4(metadata: Metadata, config: Config) -> Config:
     if found.get("hidden_size_per_layer_input"):
         found["vocab_size_per_layer_input"] = config["vocab_size"]
     sizes = config.get("intermediate_size")
-    if isinstance(sizes, list) and all(isinstance(size, int) for size in sizes):
+    if isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes):
         found |= {"intermediate_size": min(sizes), "use_double_wide_mlp": max(sizes) == 2 * min(sizes)}
     heads, types = config.get("num_key_value_heads"), found.get("layer_types", [])
     if isinstance(heads, list) and len(heads) == len(types):
@@ -316,11 +316,7 @@ def _seed_oss(metadata: Metadata, config: Config) -> Config:
 
 
 def _gpt_oss(metadata: Metadata, config: Config) -> Config:
-    names = {
-        "intermediate_size": "expert_feed_forward_length",
-        "num_local_experts": "expert_count",
-        "num_experts_per_tok": "expert_used_count",
-    }
+    names = {"intermediate_size": "expert_feed_forward_length"} | _experts("num_local_experts")
     rope = config["rope_parameters"] | {"truncate": False}
     return _windowed("GptOssForCausalLM", rope_parameters=rope, **metadata.fields(names))(metadata, config)
 

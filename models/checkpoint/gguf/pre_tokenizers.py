@@ -76,7 +76,7 @@ PRE_TOKENIZERS = {
     "exaone4": _PLAIN,
     "falcon": PreTokenizer(_FALCON),
     "falcon3": _LLAMA3,
-    "glm4": PreTokenizer(split_words(LLAMA3)),
+    "glm4": PreTokenizer(split_words(LLAMA3), ignore_merges=True),
     "gpt-2": _PLAIN,
     "gpt-4o": PreTokenizer(split_words(GPT_4O)),
     "hunyuan": PreTokenizer(split_words(QWEN2)),

@@ -30,6 +30,9 @@ _END_OF_TURN = {
     "<turn|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|return|>",
 }  # fmt: skip
 """Control tokens that end an output although a file may name only one of them, as in llama.cpp."""
+_GEMMA4 = "gemma4"
+_BEGIN_OF_TOOL_RESPONSE = "<|tool_response>"
+"""The token at which Gemma 4 stops for the result of a tool. It is not a control token in its files."""
 
 
 def write_tokenizer(path: Path, directory: Path) -> None:
@@ -47,6 +50,7 @@ class _Tokenizer:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._metadata = read_header(path, long_arrays=True).metadata
+        self._model: str | None = self._value("model", str, None)
         self._tokens: list[str] = self._list("tokens", str)
         if len(set(self._tokens)) < len(self._tokens):
             raise damaged(path, f"{_KEY}tokens has a token twice")
@@ -54,9 +58,9 @@ class _Tokenizer:
         self._kinds: list[int] = [PieceKind.NORMAL] * len(self._tokens) if kinds is None else kinds
 
     def files(self) -> dict[str, dict[str, Any]]:
-        model = self._value("model", str, None)
+        model = self._model
         makers: Mapping[str | None, Callable[[], Part]] = {
-            "gemma4": self._sentencepiece,
+            _GEMMA4: self._sentencepiece,
             "gpt2": self._byte_level,
             "llama": self._sentencepiece,
         }
@@ -72,7 +76,8 @@ class _Tokenizer:
         ends |= {
             token_id
             for token_id, token in enumerate(self._tokens)
-            if token in _END_OF_TURN and self._kinds[token_id] == PieceKind.CONTROL
+            if (token in _END_OF_TURN and self._kinds[token_id] == PieceKind.CONTROL)
+            or (token == _BEGIN_OF_TOOL_RESPONSE and model == _GEMMA4)
         }
         config = {**named, **self._templates()}
         return {
@@ -112,7 +117,7 @@ class _Tokenizer:
             # Gemma's merges are in the order of its tokens, whatever their scores are.
             scores = [-float(index) for index in range(len(self._tokens))]
             merges = self._found_merges(scores if is_gemma else self._list("scores", float))
-        has_prefix = self._value("add_space_prefix", bool, True)
+        has_prefix = self._value("add_space_prefix", bool, not is_gemma) and self._model != _GEMMA4
         return {
             "normalizer": sentencepiece.normalizer(has_prefix),
             "pre_tokenizer": None,
@@ -134,7 +139,7 @@ class _Tokenizer:
         if f"{_KEY}merges" not in self._metadata:
             return None
         merges = []
-        for merge in self._list("merges", str, len(self._metadata[f"{_KEY}merges"])):
+        for merge in self._list("merges", str):
             left, _, right = merge.partition(" ")
             if not left or not right or " " in right:
                 raise damaged(self._path, f"{_KEY}merges has {merge[:60]!r}, which is not two tokens")
@@ -159,7 +164,8 @@ class _Tokenizer:
 
     def _around(self, adds_bos: bool) -> Part | None:
         """The part that adds tokens around a text; None if it adds none."""
-        begins = self._value("add_bos_token", bool, adds_bos)
+        # Gemma 4 needs the beginning, and some of its files deny it.
+        begins = self._value("add_bos_token", bool, adds_bos) or self._model == _GEMMA4
         ends = self._value("add_eos_token", bool, False)
         return surround(self._token("bos") if begins else None, self._token("eos") if ends else None)
 
@@ -197,12 +203,12 @@ class _Tokenizer:
     def _optional_list(self, name: str, kind: type) -> list[Any] | None:
         return self._list(name, kind) if f"{_KEY}{name}" in self._metadata else None
 
-    def _list(self, name: str, kind: type, length: int | None = None) -> list[Any]:
-        """Returns an array with ``length`` items, by default as many as there are tokens."""
+    def _list(self, name: str, kind: type) -> list[Any]:
+        """Returns an array. Besides the tokens and the merges, it has an item for each token."""
         values = self._metadata.get(f"{_KEY}{name}")
         if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
             raise damaged(self._path, f"{_KEY}{name} is missing or not an array of {kind.__name__}")
-        wanted = length if length is not None else len(self._tokens) if name != "tokens" else len(values)
-        if len(values) != wanted:
-            raise damaged(self._path, f"{_KEY}{name} has {len(values):,} items, and there are {wanted:,} tokens")
+        if name not in ("tokens", "merges") and len(values) != len(self._tokens):
+            counts = f"{len(values):,} items, and there are {len(self._tokens):,} tokens"
+            raise damaged(self._path, f"{_KEY}{name} has {counts}")
         return values

@@ -412,8 +412,9 @@ class GenerationStart(_message.Message):
     """
     session_id: _builtins.str
     """The caller's id of the conversation that the request belongs to, 1 to 128 bytes of printable ASCII. Without
-    `retain_ms`, the KV of its context is retained for as long as RETAIN_MODE_AUTO chooses from the times between the
-    requests of this conversation so far. Appears in logs and spans. Default: the metadata `x-session-id`, or none.
+    `retain_ms` and without `continue_from`, the KV of its context is retained for as long as RETAIN_MODE_AUTO chooses
+    from the times between the requests of this conversation so far. Appears in logs and spans. Default: the metadata
+    `x-session-id`, or none.
     """
     @_builtins.property
     def token_ids(self) -> _prompt_pb2.TokenIds:
@@ -578,7 +579,8 @@ Global___GenerationCancel: _TypeAlias = GenerationCancel  # noqa: Y015
 @_typing.final
 class GenerationUpdate(_message.Message):
     """Changes a live request, within two steps. An update that is not possible changes nothing and gets a
-    `frames_refused`. While the prompt of a request is being tokenized, at most 16 of its updates can wait.
+    `frames_refused`. Until the prompt of a request is tokenized, at most 16 of its updates of `priority` and `max_tokens`
+    can wait. While its prompt is open, `timeout_ms` counts at once, even if the rest of the update is refused later.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

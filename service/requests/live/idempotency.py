@@ -1,5 +1,6 @@
 """Refuses a request that repeats another one, by the caller's key for it."""
 
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -11,12 +12,17 @@ KEPT_S = 600.0
 """How long the key of a request that succeeded is kept."""
 MAX_KEYS = 1 << 17
 """The maximum number of keys of ended requests. Above that, the tenant with the most keys loses its oldest one."""
+MAX_FORGOTTEN = 64
+"""The maximum number of keys that are forgotten when a request begins, which is on the event loop."""
 
 
 @dataclass(slots=True)
 class _KeyUse:
     request_id: str
     ended_at: float | None = None
+
+    def has_ended_before(self, oldest: float) -> bool:
+        return self.ended_at is not None and self.ended_at <= oldest
 
 
 class _LargestTenants:
@@ -63,9 +69,12 @@ class IdempotencyKeys:
 
     def begin(self, tenant: str, key: str, request_id: str) -> None:
         """Records the key of a request that begins. Raises ServiceError DUPLICATE_REQUEST if the tenant has used it."""
-        self._expire()
+        oldest = self._clock() - KEPT_S
+        self._expire(oldest)
         used = self._live.get((tenant, key)) or self._ended.get((tenant, key))
-        if used is not None:
+        if used is not None and used.has_ended_before(oldest):
+            self._forget(tenant, key)
+        elif used is not None:
             raise ServiceError(
                 Reason.DUPLICATE_REQUEST,
                 f"idempotency_key: request {used.request_id} has this key, and is live or has ended; read its output, "
@@ -91,12 +100,10 @@ class IdempotencyKeys:
                 largest = self._largest.first
                 self._forget(largest, next(iter(self._of_tenant[largest])))
 
-    def _expire(self) -> None:
-        oldest = self._clock() - KEPT_S
-        while self._ended:
-            (tenant, key), used = next(iter(self._ended.items()))
-            assert used.ended_at is not None
-            if used.ended_at > oldest:
+    def _expire(self, oldest: float) -> None:
+        """Forgets some of the keys of requests that ended before ``oldest``."""
+        for (tenant, key), used in list(itertools.islice(self._ended.items(), MAX_FORGOTTEN)):
+            if not used.has_ended_before(oldest):
                 return
             self._forget(tenant, key)
 

@@ -25,13 +25,10 @@ Refuse = Callable[[ServiceError], None]
 class Injections:
     """The appends of one request that are not in its history yet. Each is injected or refused."""
 
-    def __init__(
-        self, engine: Engine, request_builder: RequestBuilder, request_id: str, start: pb.GenerationStart
-    ) -> None:
-        """``start`` is that of the request."""
-        self._takes_any = start.sampling.n <= 1 and not start.HasField("constraint")
+    def __init__(self, engine: Engine, request_builder: RequestBuilder, request_id: str) -> None:
+        self._takes_any = False
         """Whether tokens may be injected; calls that are forced are known only when the prompt is prepared."""
-        self._options = chat_options(start.chat) if self._takes_any else pb.Chat()
+        self._options = pb.Chat()
         """Appended messages are rendered with them, as if they were in the request's chat."""
         self._engine = engine
         self._request_builder = request_builder
@@ -43,6 +40,13 @@ class Injections:
         self._with_engine: list[tuple[int, Refuse]] = []
         """The numbers of the appends that the engine has accepted but not injected yet."""
         self._is_closed = False
+
+    def allow(self, start: pb.GenerationStart) -> None:
+        """Accepts appends from now on, if the request with this ``start`` can take any. Copies the tools of its chat,
+        which may have 4 MiB."""
+        self._takes_any = start.sampling.n <= 1 and not start.HasField("constraint")
+        if self._takes_any:
+            self._options = chat_options(start.chat)
 
     @property
     def shows_tools(self) -> bool:

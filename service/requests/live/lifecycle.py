@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -30,26 +31,14 @@ from penstock.scheduler.request import (
     TokensInjected,
 )
 from penstock.service.auth.identity import Principal
-from penstock.service.errors import (
-    Reason,
-    ServiceError,
-    ending_status,
-    from_exception,
-    status_code,
-    to_status,
-)
+from penstock.service.errors import Reason, ServiceError, ending_status, from_exception, status_code, to_status
 from penstock.service.requests.contexts import StoredContext
 from penstock.service.requests.generate import ResponseMode
-from penstock.service.requests.live.changes import (
-    Replaceable,
-    apply_change,
-    mark_superseded,
-    replace_later,
-    requested_change,
-)
+from penstock.service.requests.live.changes import apply_change, requested_change
 from penstock.service.requests.live.injection import Injections, Refuse
 from penstock.service.requests.live.open_prompt import OpenPrompt, Prepare
 from penstock.service.requests.live.request_context import RequestContext
+from penstock.service.requests.live.superseding import Replaceable, mark_superseded, replace_later
 from penstock.service.requests.preparation import Origin, preparation_limit, unqueued_end
 from penstock.service.requests.resumption import PreparedRequest
 from penstock.service.streaming.messages import accepted_message, finished_message, injected_message
@@ -70,10 +59,8 @@ class RequestLifecycle:
     """One request, from ``begin_request`` to its end. ``receiver.finished`` is called exactly once, as the last of the
     receiver's methods, and ``on_end`` after it."""
 
-    _ticket = b""
-    """What other replicas need to resume the request."""
-    _replayed: Sequence[SequenceDelta] = ()
-    """The output of a resumed request so far, until it is accepted."""
+    _beginning: PreparedRequest | None = None
+    """Set from its preparation until it is accepted."""
 
     def __init__(
         self,
@@ -129,7 +116,7 @@ class RequestLifecycle:
         """Updates that arrived before that."""
         self._open: OpenPrompt | None = None
         """The prompt, until it is committed."""
-        self._injections = Injections(request_context.engine, request_context.request_builder, request_id, start)
+        self._injections = Injections(request_context.engine, request_context.request_builder, request_id)
         self._idempotency_key = start.idempotency_key
         self._held = self._had_output = False
         self._refusal: ServiceError | None = None
@@ -141,15 +128,23 @@ class RequestLifecycle:
         return self.finished is not None
 
     def begin_request(
-        self, start: pb.GenerationStart, after: asyncio.Task[None] | None = None, supersedes: Replaceable | None = None
+        self,
+        start: pb.GenerationStart,
+        after: asyncio.Task[None] | None = None,
+        supersedes: Replaceable | None = None,
+        *,
+        takes_appends: bool = False,
     ) -> None:
         """Checks the request and starts its preparation, unless its prompt is open. It enters the queue in place of
-        ``supersedes``, after the request that ``after`` prepares, unless that takes long. Never raises. Keeps no
-        reference to ``start``, whose prompt may have 4 MiB."""
+        ``supersedes``, after the request that ``after`` prepares, unless that takes long. With ``takes_appends``,
+        content may be injected into its output. Never raises. Keeps no reference to ``start``, whose prompt may have
+        4 MiB."""
         try:
             self.tenant = self._principal.tenant_for(start.tenant)
             self._request_context.engine.charge(self.tenant, Rated.REQUEST)  # first: a refusal counts too
             self._request_context.request_builder.check(start)
+            if takes_appends:
+                self._injections.allow(start)
             self._form = self._request_context.request_builder.output_form(start)
             replace_later(self, supersedes)
             context = self._context()
@@ -230,12 +225,16 @@ class RequestLifecycle:
         change = requested_change(update)
         if self._is_queued:
             self._change(change, refuse)
-        elif len(self._early) == MAX_EARLY_UPDATES:
+            return
+        is_deadline = change.max_tokens is None and change.priority is None
+        if not is_deadline and len(self._early) == MAX_EARLY_UPDATES:
             refuse(ServiceError(Reason.PREPARATION_FULL, "too many updates wait for the prompt to be tokenized"))
-        else:
+            return
+        if not is_deadline:
             self._early.append((change, refuse))
-            if change.deadline is not None and change.max_tokens is None:  # only max_tokens can be refused later
-                self._move_deadline(change.deadline)
+        if change.deadline is not None and (change.max_tokens is None or self._open is not None):
+            self._move_deadline(change.deadline)  # at once: only max_tokens can be refused later
+            self._early = [(replace(early, deadline=None), each) for early, each in self._early]
 
     def hold(self, held: bool) -> None:
         """Pauses the request, so that it takes no part in steps while its output is not read, or resumes it."""
@@ -252,7 +251,7 @@ class RequestLifecycle:
             prepared = await self._prepared(prepare, context)
             del prepare, context
             self._receiver, self._form = prepared.received_by(self._receiver, self._form)
-            request, self._ticket, self._replayed = prepared.request, prepared.ticket, prepared.replayed
+            request, self._beginning = prepared.request, prepared
             if after is not None and not after.done():
                 await asyncio.wait({after}, timeout=ORDER_WAIT_S)
             request.deadline = self._deadline
@@ -319,16 +318,15 @@ class RequestLifecycle:
             self._refuse(error)
 
     def _accept(self, event: RequestAccepted) -> None:
-        assert self._request is not None
+        beginning, self._beginning = self._beginning, None
+        assert beginning is not None
         self.was_accepted = True
         if self._span.is_recording:
             self._span.timeline = self._request_context.engine.explain(self.request_id)
-        num_tokens, age_s = len(self._request.prompt_token_ids), time.monotonic() - self._arrival
+        num_tokens, age_s = len(self.prompt_token_ids), time.monotonic() - self._arrival
         ids = (self.ref, self.request_id, self._client_request_id)
-        self._receiver.accepted(accepted_message(*ids, num_tokens, event, age_s, self._ticket))
-        replayed, self._replayed = self._replayed, ()
-        for delta in replayed:
-            self._receiver.delta(self.ref, delta, self._form, False)
+        self._receiver.accepted(accepted_message(*ids, num_tokens, event, age_s, beginning.ticket))
+        beginning.replay(self._receiver, self.ref, self._form)
 
     def _refuse(self, error: BaseException) -> None:
         """Ends the request with the status of an exception."""
@@ -373,7 +371,7 @@ class RequestLifecycle:
         self._on_end(self)
         self._report(finished)
         # It refers to this object's sink: a reference cycle, which would remain until the garbage collector runs.
-        self._request = None
+        self._request = self._beginning = None
 
     def _keep(self, context: Context) -> bool:
         assert self._request is not None

@@ -113,7 +113,7 @@ class PromptPieces(NamedTuple):
     """The field of the prompt; None: the prompt is empty."""
     pieces: Sequence[Piece]
     num_bytes: int
-    """Their memory, about."""
+    """The memory of all of it, about."""
 
     def whole(self) -> pb.GenerationStart:
         """Returns the start with the pieces as its prompt."""
@@ -185,6 +185,8 @@ class OpenPrompt:
         self._paid = config.warm_up.new_paid_prefix()
         self._last_hash: list[bytes] = []
         """The hash of the last block that was computed ahead."""
+        self._refused: Request | None = None
+        """The warm-up of the prompt as it is now, if it was refused for some time."""
         self._changed = asyncio.Event()
         self._warming: asyncio.Task[None] | None = None
         self._pieces: list[Piece] = [""] if kind is None else [_piece(start, kind)]
@@ -192,7 +194,7 @@ class OpenPrompt:
         self._total = self._sizes[0]
         self._num_fixed_bytes = _PROMPT_BYTES + self._start.ByteSize() + self._options.ByteSize()
         """The memory besides the pieces: that of tools, of a constraint and of lists may be far larger."""
-        config.budget.take(tenant, self._num_fixed_bytes + self._total.num_bytes)
+        config.budget.take(tenant, self._num_bytes)
 
     @property
     def is_chat(self) -> bool:
@@ -239,6 +241,7 @@ class OpenPrompt:
             self._kind = kind
             self._pieces[0] = "" if kind == "text" else array("I") if kind == "token_ids" else pb.Chat()
         self._pieces[num_kept:], self._sizes[num_kept:], self._total = [piece], [size], total
+        self._refused = None
         self._changed.set()
         self._restart_timer()
 
@@ -261,9 +264,13 @@ class OpenPrompt:
         if self._warming is not None:
             self._warming.cancel()
         if self._pieces:
-            self._config.budget.give_back(self._tenant, self._num_fixed_bytes + self._total.num_bytes)
+            self._config.budget.give_back(self._tenant, self._num_bytes)
         self._pieces = []
         self._end = _ignore  # it refers to this object's owner: a reference cycle
+
+    @property
+    def _num_bytes(self) -> int:
+        return self._num_fixed_bytes + self._total.num_bytes
 
     @property
     def _is_truncated(self) -> bool:
@@ -289,7 +296,7 @@ class OpenPrompt:
         self._timer = asyncio.get_running_loop().call_later(self._config.ttl_s, self._end, error)
 
     def _snapshot(self) -> PromptPieces:
-        return PromptPieces(self._start, self._options, self._kind, self._pieces.copy(), self._total.num_bytes)
+        return PromptPieces(self._start, self._options, self._kind, self._pieces.copy(), self._num_bytes)
 
     async def _warm_up(self, request_id: str) -> None:
         """Computes what has arrived, again and again."""
@@ -309,9 +316,11 @@ class OpenPrompt:
 
     async def _warm_up_once(self, origin: Origin) -> float:
         """Computes what has arrived; returns how long the service then rests."""
-        worked_s = 0.0
+        request, worked_s = self._refused, 0.0
         try:
-            request, worked_s = await self._prepared(origin)
+            if request is None:
+                request, worked_s = await self._prepared(origin)
+            self._refused = None
             last_hash = request.block_hashes[-1:]
             if last_hash and last_hash != self._last_hash:
                 await self._config.warm_up.run(request, self._paid, self._config.ttl_s)
@@ -320,13 +329,14 @@ class OpenPrompt:
             worked_s = worked_s or time.monotonic() - origin.arrival
             if error.retry_after_ms is None or error.retry_after_ms < 0:
                 return _REST * worked_s  # errors in the prompt are reported when it is committed
+            self._refused = None if self._changed.is_set() else request
             self._changed.set()
             return max(_REST * worked_s, error.retry_after_ms / 1000)
         return _REST * worked_s
 
     async def _prepared(self, origin: Origin) -> tuple[Request, float]:
-        pieces = self._snapshot()
         continue_from = self._start.continue_from
+        pieces = self._snapshot()._replace(start=pb.GenerationStart(continue_from=continue_from))
         return await self._config.warm_up.prepare(pieces.whole, pieces.num_bytes, continue_from, origin)
 
 

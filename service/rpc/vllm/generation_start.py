@@ -1,19 +1,16 @@
-"""Translates a GenerateRequest to a GenerationStart, and the fields' names in its errors back. Unsupported fields are
-refused by name.
+"""Translates a GenerateRequest to a GenerationStart. Unsupported fields are refused by name.
 
 In the contract's SamplingParams, a field without presence is taken literally even if it is 0, except where 0 makes no
 sense: there, 0 means that it is off.
 """
 
-import re
 from collections.abc import Mapping
 
-from google.protobuf import any as pb_any
-from google.rpc import error_details_pb2, status_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 import penstock.v1 as pb
 from penstock.service.errors import invalid
+from penstock.service.rpc.foreign.grammars import set_grammar
 
 _TEXT_ONLY = "is not supported: the model takes only text; omit it"
 _NO_TRANSFER = "is not supported: this service neither sends nor receives KV; omit it"
@@ -27,9 +24,7 @@ _UNSUPPORTED: Mapping[str, str] = {
 """Fields of a GenerateRequest that must not be set, each with the reason."""
 _RANDOM_SEED = -1
 """vLLM's value for no seed."""
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-"""A grammar rule in EBNF, which vLLM accepts besides Lark."""
-_OWN_NAMES: Mapping[str, str] = {
+FIELD_NAMES: Mapping[str, str] = {
     "client_request_id": "request_id",
     "constraint": "sampling_params",
     "constraint.choices": "sampling_params.choice",
@@ -112,10 +107,8 @@ def _fill_constraint(constraint: pb.Constraint, params: vllm.SamplingParams) -> 
             constraint.json_schema = params.json_schema
         case "regex":
             constraint.regex = params.regex
-        case "grammar" if _GBNF_RULE.search(params.grammar):
-            constraint.gbnf = params.grammar
         case "grammar":
-            constraint.lark = params.grammar
+            set_grammar(constraint, params.grammar)
         case "choice":
             constraint.choices.values.extend(params.choice.choices)
         case "json_object" if params.json_object:
@@ -130,31 +123,3 @@ def _not_negative(field: str, value: int) -> int:
     if value < 0:
         raise invalid(field, f"must not be negative; it is {value}")
     return value
-
-
-def renamed_status(status: status_pb2.Status) -> status_pb2.Status:
-    """Returns the status of a request, with the contract's name for the field that is wrong, if one is."""
-    renamed = status_pb2.Status(code=status.code, message=status.message)
-    for detail in status.details:
-        problem = error_details_pb2.BadRequest()
-        if detail.Unpack(problem):
-            for violation in problem.field_violations:
-                name = _foreign_name(violation.field)
-                renamed.message = _with_name(renamed.message, violation.field, name)
-                violation.description = _with_name(violation.description, violation.field, name)
-                violation.field = name
-            detail = pb_any.pack(problem)
-        renamed.details.append(detail)
-    return renamed
-
-
-def _foreign_name(field: str) -> str:
-    """Returns the contract's name for the longest part of a field's path that has one, with the rest of the path."""
-    for name in sorted(_OWN_NAMES, key=len, reverse=True):
-        if field.startswith(name) and field[len(name) : len(name) + 1] in ("", ".", "["):
-            return _OWN_NAMES[name] + field.removeprefix(name)
-    return field
-
-
-def _with_name(text: str, field: str, name: str) -> str:
-    return name + text.removeprefix(field) if text.startswith(f"{field}:") else text

@@ -5,6 +5,7 @@ not read are in gRPC's buffer for its stream, and all streams share the batches 
 """
 
 import asyncio
+import logging
 import time
 from typing import Any
 
@@ -13,10 +14,12 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from penstock.kv.events import KvEventLog
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.rpc.contracts import protocol_error
 from penstock.service.rpc.vllm.kv_feed import KvFeed
 from penstock.service.rpc.vllm.load import LoadReader, has_moved
-from penstock.service.rpc.vllm.protocol_errors import protocol_error
 from penstock.service.transport.call_end import write
+
+_log = logging.getLogger(__name__)
 
 BATCH_S = 0.01
 """The time between two batches, so that each has the changes of a step or more."""
@@ -37,7 +40,7 @@ class KvEventStreams:
         self._maker: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         """Set, and replaced, when there are new batches."""
-        self._is_closed = False
+        self._is_closed = self._has_failed = False
 
     async def subscribe(
         self, request: common.SubscribeKvEventsRequest, context: "grpc.aio.ServicerContext[Any, Any]"
@@ -56,6 +59,8 @@ class KvEventStreams:
             if not self._num_watching:
                 self._maker.cancel()
                 self._maker = None
+        if self._has_failed:
+            raise ServiceError(Reason.INTERNAL, "an internal error ended KV events: see the service's log")
         raise ServiceError(Reason.SHUTDOWN, "the service is shutting down")
 
     @property
@@ -90,6 +95,10 @@ class KvEventStreams:
                 woken.clear()
                 self._log.wake_once(woken.set)
                 await woken.wait()
+        except Exception:
+            _log.exception("KV events are no longer sent")
+            self._has_failed = True
+            self.close()
         finally:
             self._log.forget_wake(woken.set)
 
@@ -140,6 +149,8 @@ class _Subscriber:
     async def _send_snapshot(self) -> None:
         while not self._feed.is_up_to_date:
             await self._events.wait(TICK_S)
+            if self._events.is_closed:
+                return
         chunks, sequence = self._feed.snapshot(), self._feed.sequence
         for chunk in chunks:
             await self._send(chunk)

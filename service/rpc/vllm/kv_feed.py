@@ -7,13 +7,13 @@ all of the current ones. Independent of calls and the engine.
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from smg_grpc_proto.generated import common_pb2 as common
 
-from penstock.kv.events import KvEventLog, StoredBlock
-from penstock.service.auth.identity import DEFAULT_TENANT
+from penstock.kv.events import KvEventLog, KvEventReader, StoredBlock
+from penstock.service.auth.identity import cache_salt
 
 MAX_BATCH_BYTES = 32 << 10
 """The maximum size of a batch. It takes a millisecond of the event loop's time."""
@@ -38,15 +38,13 @@ class KvFeed:
         """Subscribers may resume after this number, or a later one. The chunks of a snapshot have lower ones."""
         self._known = set(log.hashes)
         """The blocks that are stored according to the batches."""
-        self._taken = log.sequence
-        """Changes of the log up to here are in batches or pending."""
-        self._pending: deque[bytes] = deque()
+        self._reader = KvEventReader(log, log.stream_id, log.sequence)
         self._num_events = 0
 
     @property
     def is_up_to_date(self) -> bool:
         """Whether all changes are in batches."""
-        return not self._pending and self._taken == self._log.sequence
+        return self._reader.is_up_to_date
 
     def can_resume(self, sequence: int) -> bool:
         """Returns whether a subscriber that has all batches up to this number can get the following ones."""
@@ -65,15 +63,14 @@ class KvFeed:
     def advance(self) -> None:
         """Makes one batch of the next changes, if there are any."""
         events: list[common.KvCacheEvent] = []
-        if not self._pending:
-            if not self._log.knows_since(self._taken):
-                events.append(common.KvCacheEvent(cleared=common.KvCacheCleared()))
-                self._known.clear()
-                self._pending.extend(self._log.hashes)
-            else:
-                self._pending.extend(dict.fromkeys(self._log.changed_since(self._taken)))
-            self._taken = self._log.sequence
-        removed, stored = self._next_changes()
+        changes = self._reader.read(MAX_BATCH_BYTES)
+        if changes.cleared:
+            events.append(common.KvCacheEvent(cleared=common.KvCacheCleared()))
+            self._known.clear()
+        removed = self._known.intersection(changes.removed)
+        stored = [block for block in changes.stored if block.block_hash not in self._known]
+        self._known -= removed
+        self._known.update(block.block_hash for block in stored)
         if removed:
             hashes = [_int64(block_hash) for block_hash in removed]
             events.append(common.KvCacheEvent(removed=common.KvBlocksRemoved(block_hashes=hashes)))
@@ -90,41 +87,23 @@ class KvFeed:
         while self._history_bytes > MAX_HISTORY_BYTES and len(self._history) > 1:
             self._history_bytes -= len(self._history.popleft())
 
-    def _next_changes(self) -> tuple[list[bytes], list[StoredBlock]]:
-        removed: list[bytes] = []
-        stored: list[StoredBlock] = []
-        num_bytes = 0
-        while self._pending and num_bytes < MAX_BATCH_BYTES:
-            block_hash = self._pending.popleft()
-            block = self._log.find(block_hash)
-            if block is None and block_hash in self._known:
-                self._known.remove(block_hash)
-                removed.append(block_hash)
-                num_bytes += _HASH_BYTES
-            elif block is not None and block_hash not in self._known:
-                self._known.add(block_hash)
-                stored.append(block)
-                num_bytes += _block_bytes(self._log.block_size)
-        return removed, stored
-
     def snapshot(self) -> Iterator[bytes]:
         """Returns the chunks of the current content, whose changes must all be in batches. The last chunk has the
         number ``sequence``, and later batches follow it."""
         assert self.is_up_to_date, "a snapshot has all changes"
         self._resumable_from = self.sequence
-        return self._chunks(self._log.snapshot(), self.sequence)
+        return self._chunks(*self._log.snapshot(), self.sequence)
 
-    def _chunks(self, blocks: Sequence[tuple[bytes, bytes]], sequence: int) -> Iterator[bytes]:
+    def _chunks(self, num_blocks: int, blocks: Iterator[StoredBlock], sequence: int) -> Iterator[bytes]:
         log = self._log
         num_in_chunk = max(1, MAX_BATCH_BYTES // _block_bytes(log.block_size))
-        count = max(1, -(-len(blocks) // num_in_chunk))
+        count = max(1, -(-num_blocks // num_in_chunk))
         for index in range(count):
-            some = blocks[index * num_in_chunk : (index + 1) * num_in_chunk]
-            events = _stored_events([log.unpacked(*block) for block in some], log.block_size)
+            events = _stored_events(islice(blocks, num_in_chunk), log.block_size)
             if index == 0:
                 events.insert(0, common.KvCacheEvent(cleared=common.KvCacheCleared()))
             batch = _batch(sequence - count + 1 + index, events)
-            batch.snapshot.CopyFrom(common.KvSnapshotChunk(index=index, count=count, blocks=len(blocks)))
+            batch.snapshot.CopyFrom(common.KvSnapshotChunk(index=index, count=count, blocks=num_blocks))
             yield batch.SerializeToString()
 
 
@@ -132,7 +111,7 @@ def _batch(sequence: int, events: Sequence[common.KvCacheEvent]) -> common.KvEve
     return common.KvEventBatch(sequence_number=sequence, timestamp=time.time(), events=events)
 
 
-def _stored_events(blocks: Sequence[StoredBlock], block_size: int) -> list[common.KvCacheEvent]:
+def _stored_events(blocks: Iterable[StoredBlock], block_size: int) -> list[common.KvCacheEvent]:
     """Returns an event for each run of blocks that follow one another."""
     events: list[common.KvCacheEvent] = []
     last: StoredBlock | None = None
@@ -147,11 +126,10 @@ def _stored_events(blocks: Sequence[StoredBlock], block_size: int) -> list[commo
 
 
 def _run(first: StoredBlock) -> common.KvBlocksStored:
-    """Returns the event of a run without its blocks. Consumers hash tokens themselves, so the tenant is the salt that
-    keeps the same tokens of two tenants separate; callers without credentials have none."""
+    """Returns the event of a run without its blocks."""
     return common.KvBlocksStored(
         parent_block_hash=_int64(first.parent_hash) if first.parent_hash else None,
-        cache_salt=first.tenant if first.tenant not in ("", DEFAULT_TENANT) else None,
+        cache_salt=cache_salt(first.tenant),
     )
 
 

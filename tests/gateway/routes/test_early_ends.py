@@ -1,7 +1,9 @@
 """Streamed answers whose requests end early: their callers get the text of all tokens, and then the error."""
 
 import json
+from typing import Any
 
+import anthropic
 import pytest
 from waiting import until
 
@@ -47,6 +49,23 @@ async def test_a_chat(slow_gateway):
     *chunks, failed = events
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "S" * num_tokens
     assert failed["error"]["type"] == "timeout_error"
+
+
+async def test_a_message(slow_gateway):
+    """Anthropic's client reads it."""
+    body: dict[str, Any] = {"model": "bytes", "max_tokens": 800, "messages": [{"role": "user", "content": "x"}]}
+    async with (
+        anthropic.AsyncAnthropic(base_url=str(slow_gateway.http.base_url), api_key="none") as client,
+        client.messages.stream(**body, stop_sequences=[HELD]) as stream,
+    ):
+        await until(lambda: slow_gateway.engine.stats().output_tokens > 20)
+        slow_gateway.engine.abort(stream.request_id, EngineFinishReason.DEADLINE)
+        num_tokens = slow_gateway.engine.stats().output_tokens
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            await stream.until_done()
+        blocks = stream.current_message_snapshot.content
+    assert "".join(getattr(block, "text", "") for block in blocks) == "S" * num_tokens
+    assert caught.value.type == "timeout_error"
 
 
 async def test_a_response(start_gateway):

@@ -11,7 +11,7 @@ from waiting import until
 from wire.raw_http import connected
 
 from penstock.clients.gateway.routes.caller_route import _end_soon
-from penstock.clients.gateway.schemas.common import SamplingBody
+from penstock.clients.gateway.schemas.common import Body
 from penstock.clients.gateway.upstream.upstream_request import UpstreamRequest
 from penstock.clients.host.allowed_hosts import AllowedHosts
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
@@ -106,7 +106,7 @@ async def test_bodies_that_are_whole_hold_their_room_until_the_service_has_them(
 def request_bodies():
     """All in memory. Their own class looks into each object, which some do not take well."""
     gc.collect()
-    return [each for each in gc.get_objects() if SamplingBody in type(each).__mro__]
+    return [each for each in gc.get_objects() if Body in type(each).__mro__]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,7 @@ def request_bodies():
         pytest.param(COMPLETIONS, {"prompt": ["a" * 1000, "b"], "stop": ["x" * 100]}, (0, 0), marks=pytest.mark.soak),
         (COMPLETIONS, {"prompt": "a" * 1000, "return_token_ids": True}, (9000, 9000)),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 1000}]}, (0, 0)),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a" * 1000}]}, (0, 0)),
         pytest.param("/v1/responses", {"input": "a" * 1000}, (300, 900), marks=pytest.mark.soak),
         ("/v1/responses", {"input": "a", "metadata": {"m": "m" * 1000}}, (1300, 1900)),
     ],

@@ -10,6 +10,7 @@ from penstock.clients.gateway.upstream import load_reports
 from penstock.scheduler.config import SchedulerConfig
 from penstock.service.auth.identity import Principal
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.rpc import load_report
 from penstock.v1 import orca
 
 FORMAT, LOAD = "endpoint-load-metrics-format", "endpoint-load-metrics"
@@ -30,6 +31,7 @@ def fields_of(text):
 async def loaded(start_gateway, monkeypatch):
     """A service with 3 of 4 rows in use, for as long as the test runs."""
     monkeypatch.setattr(load_reports, "_KEPT_S", 0.0)
+    monkeypatch.setattr(load_report, "MAX_AGE_S", 0.0)  # otherwise it may be from before the rows were in use
     gateway = await start_gateway(scheduler=SchedulerConfig(max_num_seqs=4), seconds_per_step=0.002)
     body = {"prompt": "hi", "max_tokens": 4000, "n": 3, "stream": True, "ignore_eos": True}
     async with gateway.http.stream("POST", "/v1/completions", json=body) as response:

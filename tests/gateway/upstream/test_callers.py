@@ -1,6 +1,7 @@
 """Keys and tenants of callers reach the service; the number of callers is limited, and idle ones give way."""
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 
@@ -170,6 +171,16 @@ async def test_concurrent_tenants_are_limited_and_idle_ones_give_way(start_gatew
                 response = await gateway.post(COMPLETIONS, headers=bearer(key), prompt="a", max_tokens=1)
                 assert response.status_code == 200
     assert len(gateway.app.state.link._places) == 2
+
+
+async def test_the_tenants_that_a_key_acts_for_share_its_place(start_gateway, keys):
+    gateway = await start_gateway(max_callers=1, seconds_per_step=0.01, service=keys)
+    body = {"prompt": "a", "max_tokens": 4000, "stream": True}
+    async with contextlib.AsyncExitStack() as stack:
+        for tenant in ("blue", "red", "green", "blue"):
+            headers = bearer(GATEWAY) | {"x-llm-d-inference-fairness-id": tenant}
+            streamed = gateway.http.stream("POST", COMPLETIONS, json=body, headers=headers)
+            assert (await stack.enter_async_context(streamed)).status_code == 200
 
 
 async def test_idle_keys_are_forgotten(start_gateway):

@@ -56,11 +56,16 @@ VARIANTS = [
 """The cases of ``test_oracle`` that have a kernel, or a path through one, of their own."""
 LONG = (
     "cohere-qk-norm",
+    "gemma2",
+    "gemma4-experts",
     "gemma4-inputs",
     "glm4-moe",
     "gpt-neox",
     "hunyuan",
+    "llama4",
     "ministral3",
+    "olmo2",
+    "phi3-partial-rotary",
     "qwen2-moe",
     "qwen3-moe-sparse-windows",
 )

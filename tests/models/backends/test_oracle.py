@@ -29,6 +29,12 @@ def backend(request):
     return request.param
 
 
+most_on_cpu = pytest.mark.parametrize(
+    "backend", ["cpu", pytest.param("reference", marks=pytest.mark.soak)], indirect=True
+)
+"""For tests of what the scheduler and the runner do for both."""
+
+
 @pytest.fixture
 def on_cpu(backend, in_process):
     """An executor in this process, over each backend in turn."""
@@ -55,6 +61,7 @@ async def test_alone(any_model, on_cpu, start_engine, prompts):
         check(any_model, prompt, answer)
 
 
+@most_on_cpu
 async def test_batch_of_32(any_model, on_cpu, start_engine, prompts):
     executor = on_cpu(any_model.path)
     engine = await start_engine(executor, enable_prefix_caching=False)
@@ -89,6 +96,7 @@ async def test_prefix_hit(any_model, on_cpu, start_engine, prompts):
     check(any_model, longer, continued)
 
 
+@most_on_cpu
 async def test_forced_preemption(any_model, on_cpu, start_engine, prompts):
     # The five longest need 32 blocks at the end, and one request of the longest kind must fit.
     engine = await start_engine(on_cpu(any_model.path, num_blocks=16, max_model_len=200), enable_prefix_caching=False)

@@ -1,17 +1,25 @@
 """Damaged and hostile GGUF files are refused with one line that names the file and what is wrong, and before memory is
 taken for what they claim to have."""
 
+import math
+import random
 import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 from model_files.gguf_files import write_gguf
 
+from penstock.models.architecture.registry import spec_from_config
 from penstock.models.checkpoint.checkpoint import check_checkpoint
-from penstock.models.checkpoint.gguf.header import read_header
+from penstock.models.checkpoint.gguf.config import config_of, described
+from penstock.models.checkpoint.gguf.families import FAMILIES
+from penstock.models.checkpoint.gguf.header import GgufHeader, read_header
 from penstock.models.checkpoint.gguf.tokenizer import tokenizer_files
 from penstock.models.errors import ModelError
 
@@ -143,6 +151,20 @@ def rewritten(whole: Path, file: Path, skip: str = "", rename: tuple[str, str] =
     return file
 
 
+@pytest.mark.parametrize("sections", [None, [8, 12, 12, 0], [0, 0, 0, 0], [8]])
+def test_glm_4_rotates_neighbours_unless_it_sees_images(sections, tiny_model, tmp_path):
+    def change(writer):
+        if sections is not None:
+            writer.add_rope_dimension_sections(sections)
+
+    file = write_gguf(tmp_path / "model.gguf", tiny_model("glm4").module, change=change)
+    if sections is None or (len(sections) == 4 and sections[0]):
+        assert check_checkpoint(file).spec.interleaved_rope is (sections is None)
+        return
+    with pytest.raises(ModelError, match=rf"^{file}: glm4\.rope\.dimension_sections is \[.*must begin with two"):
+        check_checkpoint(file)
+
+
 def test_a_missing_or_unknown_tensor_is_named(whole, tmp_path):
     check_checkpoint(rewritten(whole, tmp_path / "same.gguf"))
     file = rewritten(whole, tmp_path / "without.gguf", skip="blk.1.ffn_down.weight")
@@ -153,6 +175,18 @@ def test_a_missing_or_unknown_tensor_is_named(whole, tmp_path):
     file = rewritten(whole, tmp_path / "odd.gguf", rename=("blk.1.attn_q_norm.weight", "blk.1.attn_q_gate.weight"))
     with pytest.raises(ModelError, match=r"tensor model\.layers\.1\.self_attn\.q_norm\.weight"):
         check_checkpoint(file)
+
+
+def test_a_bias_of_experts_in_blocks_is_refused(tiny_model, tmp_path):
+    module = tiny_model("olmoe").module
+    kind = gguf.GGMLQuantizationType.Q8_0
+    rows = gguf.quants.quantize(np.zeros((module.config.num_experts, 64), np.float32), kind)
+
+    def change(writer):
+        writer.add_tensor("blk.0.ffn_down_exps.bias", rows, raw_dtype=kind)
+
+    with pytest.raises(ModelError, match=r"tensor blk\.0\.ffn_down_exps\.bias has no place"):
+        check_checkpoint(write_gguf(tmp_path / "model.gguf", module, change=change))
 
 
 def test_nothing_is_allocated_for_what_a_file_claims(tmp_path):
@@ -216,3 +250,90 @@ def test_parts_of_a_model_are_read_together(whole, tmp_path):
     second.unlink()
     with pytest.raises(ModelError, match=rf"^{second}: this file of the model is missing"):
         check_checkpoint(first)
+
+
+KEYS = {
+    "attention.clamp_kqv": None, "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16,
+    "attention.key_length_swa": 16, "attention.layer_norm_epsilon": 1e-5, "attention.layer_norm_rms_epsilon": 1e-5,
+    "attention.scale": 0.25, "attention.shared_kv_layers": 0, "attention.sliding_window": 8,
+    "attention.sliding_window_pattern": [True, True, True, False], "attention.temperature_scale": 0.1,
+    "attention.value_length": 16, "attn_logit_softcapping": 50.0, "block_count": 4, "context_length": 512,
+    "embedding_length": 64, "embedding_length_per_layer_input": 0, "embedding_scale": 1.0, "expert_count": 4,
+    "expert_feed_forward_length": 32, "expert_group_count": 1, "expert_group_used_count": 1,
+    "expert_shared_count": 1, "expert_shared_feed_forward_length": 32, "expert_used_count": 2,
+    "expert_weights_norm": True, "expert_weights_scale": 1.0, "feed_forward_length": 128,
+    "final_logit_softcapping": 30.0, "interleave_moe_layer_step": 1, "leading_dense_block_count": 1,
+    "logit_scale": 1.0, "nextn_predict_layers": 0, "residual_scale": 1.0, "rope.dimension_count": 16,
+    "rope.freq_base": 1e4, "rope.freq_base_swa": 1e4, "rope.scaling.factor": 2.0,
+    "rope.scaling.original_context_length": 256, "rope.scaling.type": "yarn", "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0,
+    "rope.scaling.yarn_log_multiplier": 1.0, "use_parallel_residual": True,
+}  # fmt: skip
+"""Keys that families read, and a value that is valid for most of them."""
+ODD = [
+    None, "", "x" * 5000, "a\nb", True, False, 0, -1, 1, 3, 2**63, 2**64 - 1, 10**6, 0.0, 1e-300, 1e-45, 1e308, 0.5,
+    math.inf, -math.inf, math.nan, [], [1, 2], [True, False, True, False], [1, 1, 1, 1], ["a", "b"],
+    [math.nan, 1.0], [[1], [2]], [1.5, 2.5, 3.5, 4.5], [0, 0, 0, 5], [2**63] * 3 + [1], [-1, 0, 1, 2],
+]  # fmt: skip
+
+
+def header_of(family, values):
+    """Returns a header with these metadata and no tensor but one."""
+    metadata = {f"{family}.{key}": value for key, value in values.items() if value is not None}
+    tensors: Any = {"token_embd.weight": SimpleNamespace(shape=(1000, 64))}
+    return GgufHeader(Path("x.gguf"), metadata | {"general.architecture": family}, {}, tensors)
+
+
+def refusal(family, values):
+    """Returns the error for the metadata of a family; None if they are accepted."""
+    header = header_of(family, values)
+    try:
+        config, keys = config_of(header)
+        try:
+            spec_from_config(config)
+        except ModelError as error:
+            raise described(error, header, keys) from error
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_odd_metadata_are_accepted_or_refused_in_one_line(family):
+    rng = random.Random(family)
+    for _ in range(300):
+        changed = {key: rng.choice(ODD) for key in rng.sample(list(KEYS), rng.choice((1, 1, 2)))}
+        found = refusal(family, KEYS | changed)
+        assert found is None or (found.startswith("x.gguf: ") and "\n" not in found and len(found) < 700), changed
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [(family, "expert_gating_func", 1) for family in ("dots1", "glm4moe", "minimax-m2")]
+    + [(family, "rope.scaling.finetuned", False) for family in ("granite", "granitemoe")],
+)
+def test_what_a_family_does_not_compute_is_refused(family, key, value):
+    supported = 2 if value else True
+    assert refusal(family, KEYS | {key: supported}) is None
+    expected = f"x.gguf: {family}.{key} is '{value}', and only {supported} is supported: use another model"
+    assert refusal(family, KEYS | {key: value}) == expected
+
+
+@pytest.mark.parametrize(
+    ("metadata", "factor"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, 4.0),
+        ({"rope.scaling.factor": 4.0, "rope.scale_linear": 8.0}, 4.0),
+        ({"rope.scale_linear": 8.0}, 8.0),
+        ({"rope.scaling.type": "linear"}, None),
+        ({"rope.scaling.factor": 1.0}, None),
+        ({"rope.scaling.factor": 0.0}, None),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+        ({}, None),
+    ],
+)
+def test_a_rope_with_a_factor_is_linear_unless_the_file_denies_it(metadata, factor):
+    scaling = {key: None for key in KEYS if key.startswith("rope.scaling.")}
+    config, _ = config_of(header_of("llama", KEYS | scaling | metadata))
+    rope = config["rope_parameters"]
+    assert (rope.get("rope_type"), rope.get("factor")) == (None if factor is None else "linear", factor)

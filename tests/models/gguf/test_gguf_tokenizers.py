@@ -142,18 +142,43 @@ def test_sentencepiece_tokenizers_give_the_same_ids(has_prefix, tmp_path):
     found, _ = rewritten(
         tmp_path, original, scores=scores, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
         architecture="llama" if has_prefix else "gemma2",
-        change=lambda writer: writer.add_add_space_prefix(has_prefix),
+        change=lambda writer: writer.add_add_space_prefix(True) if has_prefix else None,
     )  # fmt: skip
     check_same(original, found)
 
 
-def test_gemma_4s_tokenizer_has_merges_and_no_prefix(tmp_path):
+def test_gemma_4_stops_for_the_result_of_a_tool(tmp_path):
+    """Its files have the token as one that users defined."""
     original, _ = sentencepiece(has_prefix=False)
-    found, _ = rewritten(
-        tmp_path, original, pre="gemma4", bos_token="<s>", eos_token="</s>", unk_token="<unk>", architecture="gemma4",
-        change=lambda writer: writer.add_add_space_prefix(False),
-    )  # fmt: skip
+    original.add_tokens([AddedToken("<|tool_response>", special=False, normalized=False)])
+    _, directory = rewritten(
+        tmp_path, original, pre="gemma4", bos_token="<s>", eos_token="</s>", unk_token="<unk>", architecture="gemma4"
+    )
+    ends = json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [original.token_to_id(token) for token in ("</s>", "<|tool_response>")]
+
+
+@pytest.mark.parametrize("denies", [False, True])
+def test_gemma_4s_tokenizer_has_merges_a_beginning_and_no_prefix(denies, tmp_path):
+    """Whatever the file's metadata say."""
+    original, _ = sentencepiece(has_prefix=False)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+    def deny(writer):
+        if denies:
+            writer.add_add_space_prefix(True)
+            writer.add_add_bos_token(False)
+
+    found, _ = rewritten(tmp_path, original, pre="gemma4", architecture="gemma4", change=deny, **names)
     check_same(original, found)
+
+
+@pytest.mark.parametrize(("pre", "tokens"), [("glm4", ["abc"]), ("chatglm-bpe", ["ab", "c"])])
+def test_whether_a_word_that_is_a_token_is_merged(pre, tokens, tmp_path):
+    vocabulary = {token: token_id for token_id, token in enumerate(["a", "b", "c", "ab", "abc", "bc"])}
+    original = Tokenizer(models.BPE(vocabulary, [("a", "b"), ("b", "c")]))
+    found, _ = rewritten(tmp_path, original, pre=pre)
+    assert found.encode("abc").tokens == tokens
 
 
 @pytest.mark.parametrize(
@@ -202,6 +227,7 @@ BROKEN: dict[str, dict[str, object]] = {
     "token_type has 2 items, and there are 3 tokens": {"token_type": [1, 1]},
     "merges has 'abc', which is not two tokens": {"merges": ["abc"]},
     "merges is missing": {"merges": None},
+    "merges is missing or": {"merges": 5},
     "eos_token_id is 3, and there are 3 tokens": {"eos_token_id": 3},
     "add_bos_token is 7, and must be bool": {"add_bos_token": 7},
 }

@@ -123,3 +123,14 @@ def test_the_next_plan_waits_for_most_of_a_step_once_steps_are_known(world_type,
     assert predictor.spare_s <= 0
     world.schedule()
     assert predictor.spare_s == 0.0, "both plans are on their way"
+
+
+def test_a_request_with_a_target_does_not_count_on_a_prompt_that_is_computed_after_its_own(world_type, new_request):
+    world = world_type(100, make_config(), max_num_batched_tokens=8)
+    shared = make_prompt(32)
+    world.add(new_request("leader", shared, max_tokens=2))
+    world.step()
+    world.add(new_request("patient", [*shared, 1], max_tokens=2))
+    world.add(new_request("hasty", [*shared, 1], max_tokens=2, first_token_target=world.now + 30.0))
+    assert [world.scheduler.requests[name].work.tokens for name in ("patient", "hasty")] == [1, 25]
+    world.drain()

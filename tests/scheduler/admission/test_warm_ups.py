@@ -3,10 +3,12 @@
 import pytest
 
 from penstock.scheduler.admission import control
+from penstock.scheduler.admission.latency_predictor import UNTESTED_S
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.loop.live_requests import LiveRequestFilter
 from penstock.scheduler.planning.rate_limit import Rated
+from penstock.scheduler.policy import PATIENCE_S, WARM_UP_PATIENCE_S, Policy
 from penstock.scheduler.request import EngineFinishReason, RefusalKind, Refused
 
 PROMPT = [1, 2, 3, 4, 5, 6, 0, 1, 2, 3]
@@ -90,4 +92,35 @@ def test_a_tenant_has_half_of_what_the_others_leave(world_type, warm_up, monkeyp
     }
     assert admitted == {"a": 4, "b": 2, "c": 1}
     assert world.scheduler.counters.refused == 0
+    world.drain()
+
+
+def test_requests_go_first_but_do_not_starve_it(world_type, new_request, warm_up):
+    world = world_type(64, SchedulerConfig(max_num_seqs=1))
+    world.now = 1e6
+    world.add(new_request("running", PROMPT, max_tokens=8))
+    world.step()
+    for number in range(3):
+        world.add(warm_up(str(number), tenant="greedy"))
+    world.now += WARM_UP_PATIENCE_S - PATIENCE_S - 1
+    assert world.add(new_request("request", PROMPT)).accepted.queue_position == 0
+    world.now += 2
+    assert world.add(new_request("late", PROMPT)).accepted.queue_position == 4
+    world.drain()
+
+
+def test_one_that_waits_is_ahead_of_its_tenant_and_tests_the_predictions(world_type, new_request, warm_up):
+    world = world_type(400, SchedulerConfig(max_num_seqs=2, policy=Policy.FAIR))
+    for number in range(2):
+        world.add(new_request(str(number), PROMPT, tenant="b", max_tokens=20))
+    world.step()
+    world.step()
+    world.now += 2 * UNTESTED_S
+    planner, predictor, after = world.scheduler._planner, world.scheduler.predictor, (0.0, 1e9, 10**6, 0)
+    assert predictor.needs_test
+    assert planner.would_make_room("a", after)
+    world.add(warm_up("ahead", tenant="a"))
+    assert not predictor.needs_test
+    assert not planner.would_make_room("a", after)
+    assert planner.would_make_room("a", (0.0, 0.0, 0, 0)), "in front of it"
     world.drain()

@@ -216,6 +216,24 @@ def test_a_request_is_passed_only_by_some_of_those_that_arrive_later(engine):
     engine.finish(waiting, *later)
 
 
+@pytest.mark.parametrize("waits_s", [None, 55.0])
+def test_a_request_with_a_target_is_passed_by_none_that_would_come_after_it(engine, waits_s):
+    """However old the last requests are that came before it, whether they have ended or wait."""
+    engine.now = 1e6
+    context = engine.run("first", prompt_of("first", 300), max_tokens=10, retain_s=9e3)[2].token_ids
+    engine.now += 3600.0
+    others = [] if waits_s is None else [engine.add("waiting", prompt_of("waiting", 200), max_tokens=1)]
+    engine.now += waits_s or 0.0
+    others.append(engine.add("target", prompt_of("target", 200), max_tokens=1, first_token_target=engine.now + 12))
+    others += [engine.add(f"late {number}", prompt_of(f"late {number}", 200), max_tokens=1) for number in range(2)]
+    retained = [engine.add(f"{number}", [*context, number], max_tokens=1) for number in range(3)]
+    others.append(engine.add("soon", prompt_of("soon", 200), max_tokens=1, first_token_target=engine.now + 12))
+    num_ahead = len(others) - 3
+    assert [received.accepted.queue_position for received in retained] == [num_ahead + number for number in range(3)]
+    assert others[-1].accepted.queue_position == num_ahead
+    engine.finish(*others, *retained)
+
+
 def test_a_cancelled_request_keeps_what_it_had_computed(engine):
     received = engine.add("first", prompt_of("first", 100), max_tokens=500, retain_s=60.0)
     while len(received.token_ids.get(0, [])) < 60:

@@ -6,6 +6,7 @@ import pytest
 from known_requests import BLOCK_SIZE, make_config, make_prompt
 
 from penstock.scheduler.config import TenantLimits
+from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import EngineFinishReason, RefusalKind, Refused
@@ -63,6 +64,12 @@ class TestPlace:
         world = busy(policy=Policy.PRIORITY)
         world.add(new_request("new", make_prompt(9), max_tokens=2, supersedes="second", priority=priority))
         assert order(world) == expected
+
+    @pytest.mark.parametrize("policy", [Policy.FCFS, Policy.FAIR])
+    def test_is_taken_whatever_the_priority_where_it_does_not_count(self, busy, new_request, policy):
+        world = busy(policy=policy)
+        world.add(new_request("new", make_prompt(9), max_tokens=2, supersedes="first", priority=-1))
+        assert order(world) == ["new", "second", "third"]
 
     @pytest.mark.parametrize(("old", "expected"), [(1, ["urgent", "new"]), (-1, ["new", "urgent"])])
     def test_is_not_ahead_of_more_urgent_requests(self, world_type, new_request, old, expected):
@@ -127,5 +134,23 @@ async def test_an_engine_with_only_a_superseding_request_is_not_idle(executor, s
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.wait_idle(), 0.05)
         assert new.finished is None
+    finally:
+        await engine.stop()
+
+
+async def test_an_engine_that_cannot_end_the_superseded_request_fails(executor, submit, monkeypatch):
+    engine = Engine(executor)
+    await engine.start()
+    try:
+        submit(engine, "old", max_tokens=4000)
+        scheduler = engine._scheduler
+        assert scheduler is not None
+        monkeypatch.setattr(scheduler.kv.pool, "retain", None)
+        scheduler.requests["old"].request.retain_s = 9.0
+        scheduler.requests["old"].started_at = 0.0
+        with pytest.raises(TypeError):
+            submit(engine, "new", supersedes="old")
+        assert engine.state is EngineState.FAILED
+        await asyncio.wait_for(engine.wait_idle(), 5)
     finally:
         await engine.stop()

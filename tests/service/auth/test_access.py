@@ -40,6 +40,8 @@ def described_methods():
     files = [importlib.import_module(f"penstock.v1.{name}").DESCRIPTOR for name in names]
     files += [health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR, vllm_engine_pb2.DESCRIPTOR]
     files.append(orca.POOL.FindFileContainingSymbol(orca.SERVICE))
+    if CONTRACTS["openengine"].is_installed:
+        files.append(importlib.import_module("openengine.v1.openengine_pb2").DESCRIPTOR)
     return {
         f"/{service.full_name}/{method.name}": method
         for file in files
@@ -49,6 +51,12 @@ def described_methods():
 
 
 METHODS = described_methods()
+SERVED = tuple(name for name, contract in CONTRACTS.items() if contract.is_installed)
+RULES = {
+    path: rule
+    for path, rule in ACCESS.items()
+    if not path.startswith("/openengine.") or "openengine" in SERVED  # its bindings are in no extra
+}
 
 
 def key_line(tenant, key):
@@ -85,14 +93,14 @@ async def service(start_service, files):
         watched=files.watched,
         check_interval_s=0.01,
         admin_listen="127.0.0.1:0",
-        contracts=tuple(CONTRACTS),
+        contracts=SERVED,
     )
 
 
 def channels_of(service, path):
     if path.startswith("/penstock.v1.AdminService/"):
         return [service.admin_channel]
-    of_callers = path.startswith(("/penstock.v1.", "/vllm.", "/xds."))
+    of_callers = path.startswith(("/openengine.", "/penstock.v1.", "/vllm.", "/xds."))
     return [service.channel] if of_callers else [service.channel, service.admin_channel]
 
 
@@ -123,11 +131,14 @@ async def refusal_of(channel, path, num_messages):
 
 def test_every_method_has_a_rule_and_every_rule_a_method():
     # The service makes this one's descriptor from v1alpha's.
-    assert set(ACCESS) - {"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"} == set(METHODS)
+    assert set(RULES) - {"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"} == set(METHODS)
     assert all(rule is Access.ADMINS for path, rule in ACCESS.items() if path.startswith("/penstock.v1.AdminService/"))
     is_open = {path for path, rule in ACCESS.items() if rule is Access.OPEN}
     assert not any(path.startswith("/penstock.") for path in is_open)
-    assert {path for path in is_open if path.startswith("/vllm.")} == {"/vllm.grpc.engine.VllmEngine/HealthCheck"}
+    assert {path for path in is_open if path.startswith(("/openengine.", "/vllm."))} == {
+        "/openengine.v1.Control/Health",
+        "/vllm.grpc.engine.VllmEngine/HealthCheck",
+    }
 
 
 BAD = {
@@ -199,7 +210,7 @@ class TestMatrix:
                 assert "takes exactly one message" in str(error.details())
 
     async def test_a_malformed_body_is_an_invalid_argument_for_who_may_call(self, service):
-        for path, rule in ACCESS.items():
+        for path, rule in RULES.items():
             if rule is not Access.OPEN:
                 [channel] = channels_of(service, path)
                 code = await code_of(channel, path, bearer(KEYS["operators"]), MALFORMED)

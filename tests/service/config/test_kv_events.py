@@ -57,7 +57,10 @@ def test_events_are_off_without_being_enabled():
         ({"buffer_steps": 0}, "must be a whole number from 1 to 1,000,000; it is 0"),
         ({"hwm": True}, "must be a whole number from 1 to 2,147,483,647; it is True"),
         ({"max_queue_size": "many"}, "must be a whole number from 1 to 1,000,000; it is 'many'"),
+        ({"endpoint": "tcp://0.0.0.0:5557"}, "to listen on all addresses, write tcp://*:5557"),
+        ({"endpoint": "ipc:///run/\ud800"}, "must be an address such as"),
         ({"topic": "t" * 513}, "must be a text of at most 512 bytes"),
+        ({"topic": "\ud800"}, "must be a text of at most 512 bytes in UTF-8"),
     ],
 )
 def test_a_wrong_key_is_named(keys, problem):

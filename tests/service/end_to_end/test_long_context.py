@@ -1,12 +1,11 @@
 """A model with a longer context than memory holds starts, and reports the context that it has."""
 
 import json
-import re
 import subprocess
 import urllib.request
 from pathlib import Path
 
-from serve_process import serving, target_of, write_small_model
+from serve_process import http_target_of, serving, target_of, write_small_model
 
 from penstock.clients import Client
 
@@ -19,9 +18,7 @@ def test_a_model_with_262144_positions_starts_with_what_fits(tmp_path: Path) -> 
     with serving(model, *flags, stdin=subprocess.DEVNULL) as (_, greeting):
         with Client(target_of(greeting)) as client:
             reported = client.model().max_model_len
-        gateway = re.search(r"API at (http://[\d.:]+/v1)", greeting)
-        assert gateway is not None, greeting
-        with urllib.request.urlopen(f"{gateway[1]}/models", timeout=60) as response:
+        with urllib.request.urlopen(f"http://{http_target_of(greeting)}/v1/models", timeout=60) as response:
             [listed] = json.load(response)["data"]
     assert 1024 <= reported < 262_144
     assert listed["max_model_len"] == reported

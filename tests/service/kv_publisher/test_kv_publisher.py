@@ -102,11 +102,14 @@ async def test_its_batches_are_counted(start_service, subscribe):
     assert float(lines["penstock_kv_events_dropped_batches_total"]) == 0
 
 
-async def test_an_address_that_others_can_reach_is_warned_of(start_service, caplog):
-    with caplog.at_level(logging.WARNING):
+async def test_the_log_has_the_address_and_a_warning_if_others_can_reach_it(start_service, caplog):
+    with caplog.at_level(logging.INFO):
         await start_service(kv_events=CONFIG)
         assert "anyone" not in caplog.text
-        await start_service(kv_events=KvEventsConfig(enable_kv_cache_events=True, endpoint="tcp://*:0"))
+        for endpoint in ("tcp://*:0", "tcp://127.0.0.1:9"):
+            await start_service(kv_events=KvEventsConfig(enable_kv_cache_events=True, endpoint=endpoint))
+    assert "KV events: the service listens on tcp://0.0.0.0:" in caplog.text
+    assert "KV events: the service connects to tcp://127.0.0.1:9; replays: none" in caplog.text
     assert "anyone who can reach tcp://0.0.0.0:" in caplog.text
 
 

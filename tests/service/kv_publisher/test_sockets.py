@@ -1,6 +1,8 @@
 """The publisher's thread: slow subscribers miss batches and get a replay at their own pace; none blocks it."""
 
 import asyncio
+import threading
+from typing import Any
 
 import pytest
 import zmq
@@ -12,7 +14,7 @@ from penstock.service.kv_publisher.history import BatchHistory
 from penstock.service.kv_publisher.sockets import END_NUMBER, PublisherSockets
 
 ANY = "tcp://127.0.0.1:0"
-NUM_BATCHES = 3 * sockets.MAX_UNREAD
+NUM_BATCHES = 3000
 BATCH = bytes(8 << 10)
 
 
@@ -107,6 +109,40 @@ async def test_too_many_replays_at_once_are_ignored(publish, context, monkeypatc
         while (await stuck.recv_multipart())[2] != END_NUMBER:
             pass
         assert await read_replay(dealer, NUM_BATCHES - 1) == [NUM_BATCHES - 1]
+
+
+async def test_an_answer_that_is_not_read_keeps_its_place(publish, context, monkeypatch):
+    """Its batches do not all wait in the connection, of which there may be any number."""
+    monkeypatch.setattr(sockets, "MAX_REPLAYS", 1)
+    publisher, history = publish()
+    await add_batches(publisher, history, 500)
+    with context.socket(zmq.DEALER) as stuck, context.socket(zmq.DEALER) as dealer:
+        stuck.setsockopt(zmq.RCVBUF, 4096)
+        for socket in (stuck, dealer):
+            socket.setsockopt(zmq.RCVHWM, 1)
+            socket.connect(publisher.replay_endpoint)
+        await stuck.send_multipart((b"", bytes(8)))
+        await stuck.recv_multipart()
+        await dealer.send_multipart((b"", bytes(8)))
+        assert not await dealer.poll(400)
+
+
+async def test_sockets_are_closed_if_no_thread_can_start(monkeypatch):
+    contexts = []
+
+    class Context(zmq.Context[Any]):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            contexts.append(self)
+
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(zmq, "Context", Context)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError):
+        PublisherSockets(KvEventsConfig(enable_kv_cache_events=True, endpoint=ANY), BatchHistory(1, 1))
+    assert contexts[0].closed
 
 
 async def test_skipped_batches_are_warned_of(caplog):

@@ -60,7 +60,7 @@ def tokenizer_with(tmp_path):
 def test_a_template_shows_how_calls_are_written(tokenizer_with, shown, name):
     found = find_formats(tokenizer_with(CALLS + shown + END))
     assert found.plain == found.with_tools == OutputFormats(name, None)
-    assert dict(found.special_tokens) == ({"[TOOL_CALLS]": 258} if name == "mistral" else {})
+    assert dict(found.marker_ids) == ({"[TOOL_CALLS]": 258} if name == "mistral" else {})
 
 
 def test_a_template_that_refuses_the_question_shows_nothing(tokenizer_with):

@@ -4,6 +4,7 @@ import pytest
 
 import penstock.v1 as pb
 from penstock.service.errors import ServiceError
+from penstock.service.text.tokenizer import Tokenizer
 
 EOS = 256
 
@@ -23,9 +24,14 @@ async def test_a_prediction_is_tokenized_and_bounded(convert, make_builder):
     small = make_builder(max_model_len=100)
     for long in (pb.Prediction(text="x" * 5000), pb.Prediction(token_ids=pb.TokenIds(ids=[120] * 5000))):
         assert (await convert(predicted(long), small)).prediction == [120] * 100
-    unused = make_builder(max_drafts=4, drafts_predictions=False)
-    request = await convert(predicted(pb.Prediction(text="so")), unused)
-    assert (request.prediction, request.max_drafts) == ([], 4)
+
+
+async def test_a_prediction_that_is_not_used_is_not_tokenized(convert, make_builder, monkeypatch):
+    monkeypatch.setattr(Tokenizer, "encode_after", None)
+    builder = make_builder(max_drafts=4, drafts_predictions=False)
+    for prediction in (pb.Prediction(text="so"), pb.Prediction(token_ids=pb.TokenIds(ids=[5]))):
+        request = await convert(pb.GenerationStart(text="hi", prediction=prediction), builder)
+        assert (request.prediction, request.max_drafts) == ([], 4)
 
 
 @pytest.mark.parametrize("number", [1, 5000])

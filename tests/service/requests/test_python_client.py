@@ -73,3 +73,4 @@ async def test_a_request_supersedes_none_that_has_ended_or_was_never_sent(client
         new = client.generate("late", max_tokens=2)
         new.supersede(old)
         assert (await new.completion()).text == letters(4, 2)
+        new.supersede(old)  # ignored: the new one has begun

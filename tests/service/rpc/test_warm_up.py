@@ -13,10 +13,11 @@ from wire.frames import PIECES, TEXT, append, begin, commit
 import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.errors import Reason, ServiceError
 from penstock.service.requests.generate import RequestBuilder
 from penstock.service.requests.live import open_prompt
 from penstock.service.requests.live.open_prompt import PromptPieces
-from penstock.service.requests.live.warm_up import PaidPrefix
+from penstock.service.requests.live.warm_up import PaidPrefix, PrefixWarmer
 
 BLOCK_SIZE = 16
 HASHES = [bytes([number]) * 32 for number in range(6)]
@@ -83,6 +84,31 @@ async def test_one_that_exceeds_the_tokens_is_not_computed_ahead(open_frames, mo
     assert stream.service.engine.counters.prefill_tokens == before
     await stream.send(commit())
     assert stream.reason_of((await stream.finished()).status) == "TENANT_TOKENS"
+
+
+async def test_one_that_is_refused_is_tokenized_once(open_frames, monkeypatch):
+    """And again only if the prompt has changed."""
+    prompts, refusals, prepare = [], [], PrefixWarmer.prepare
+
+    async def noting(warmer, whole, *arguments):
+        prompts.append(whole().text)
+        return await prepare(warmer, whole, *arguments)
+
+    async def refusing(*arguments):
+        refusals.append(arguments)
+        raise ServiceError(Reason.TENANT_TOKENS, retry_after_ms=10)
+
+    monkeypatch.setattr(PrefixWarmer, "prepare", noting)
+    monkeypatch.setattr(PrefixWarmer, "run", refusing)
+    stream = await open_frames()
+    await stream.send(begin(open=True), append(text="a" * 100))
+    await until(lambda: len(refusals) > 3)
+    assert prompts == ["a" * 100]
+    await stream.send(append(text="b"))
+    await until(lambda: len(prompts) == 2)
+    monkeypatch.undo()
+    await computed(stream)
+    assert prompts == ["a" * 100, "a" * 100 + "b"]
 
 
 async def test_it_counts_as_no_request(open_frames):

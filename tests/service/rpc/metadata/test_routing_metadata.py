@@ -5,6 +5,7 @@ import time
 import grpc
 import pytest
 from letters import begin, paced
+from waiting import until
 from wire.routing import ADMITTED, KEY, PLAIN, write_keys
 
 import penstock.v1 as pb
@@ -96,13 +97,15 @@ async def test_a_first_token_that_would_be_late_is_refused(start_service, detail
 async def test_the_target_of_an_open_prompt_counts_from_its_commit(service, submitted):
     stream = service.generation.Generate(metadata=metadata(x_slo_ttft_ms="9000"))
     await stream.write(begin(open=True))
-    started = time.monotonic()
+    await stream.write(pb.GenerateRequest(append=pb.GenerationAppend(ref=1, text="x" * 100)))
+    await until(lambda: service.engine.counters.prefill_tokens)
+    committed = time.monotonic()
     await stream.write(pb.GenerateRequest(commit=pb.GenerationCommit(ref=1)))
     await stream.done_writing()
     while not (await stream.read()).finished:
         pass
     request = next(request for request in submitted if not request.is_warm_up)
-    assert request.first_token_target >= max(started, request.arrival) + 9
+    assert request.first_token_target >= committed + 9
     stream.cancel()
 
 

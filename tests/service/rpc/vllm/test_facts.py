@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import io
 import json
+import shutil
 import zipfile
 
 import grpc
@@ -57,6 +58,20 @@ async def test_the_tokenizer_is_a_zip_with_its_hash_on_the_last_chunk(start_engi
         assert archive.read("chat_template.jinja").decode() == template
     again = [chunk async for chunk in engine.stub.GetTokenizer(common.GetTokenizerRequest())]
     assert again == chunks
+
+
+async def test_the_files_beside_a_converted_tokenizer_are_the_models(start_engine, byte_tokenizer_path, tmp_path):
+    converted, model = tmp_path / "converted", tmp_path / "model"
+    converted.mkdir()
+    model.mkdir()
+    shutil.copy(byte_tokenizer_path / "tokenizer.json", converted)
+    names = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
+    for name in names:
+        (model / name).write_text("{}")
+    engine = await start_engine(model_files=ModelFiles(model, converted))
+    chunks = [chunk async for chunk in engine.stub.GetTokenizer(common.GetTokenizerRequest())]
+    with zipfile.ZipFile(io.BytesIO(b"".join(chunk.data for chunk in chunks))) as archive:
+        assert set(archive.namelist()) == {"tokenizer.json", "chat_template.jinja", *names}
 
 
 async def test_a_flush_waits_until_nothing_runs(start_engine):

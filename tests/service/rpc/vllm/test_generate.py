@@ -144,6 +144,14 @@ async def test_an_abort_ends_only_the_tenants_own_requests(start_engine, keys):
     call.cancel()
 
 
+async def test_requests_without_an_id_cannot_be_aborted(start_engine, new_output):
+    engine = await start_engine(FakeExecutor(vocab_size=258, next_token=letter, seconds_per_step=0.002))
+    call = engine.generate(PROMPT, request_id="", max_tokens=20)
+    await until(lambda: engine.service.engine.stats().running == 1)
+    await engine.stub.Abort(vllm.AbortRequest(request_ids=["", "other"]))
+    assert (await new_output().read(call)).completes[0].finish_reason == "length"
+
+
 async def test_a_reset_leaves_no_row_running(start_engine):
     engine = await start_engine(FakeExecutor(vocab_size=258, next_token=letter, seconds_per_step=0.002))
     call = engine.generate(PROMPT, stream=False, max_tokens=3000)

@@ -12,7 +12,9 @@ import pytest
 from smg_grpc_proto.generated import common_pb2 as common, vllm_engine_pb2 as vllm
 from waiting import turns, until
 
+from penstock.kv.block_hash import hash_blocks
 from penstock.kv.events import KvEventLog
+from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.errors import ServiceError, StatusError
 from penstock.service.rpc.vllm import kv_feed
@@ -60,6 +62,7 @@ class Mirror:
 
     def _store(self, stored):
         parent = stored.parent_block_hash if stored.HasField("parent_block_hash") else None
+        assert parent is None or self.copies[parent], "a gateway ignores a block that follows no known one"
         for block in stored.blocks:
             self.copies[block.block_hash] += 1
             self.blocks[block.block_hash] = (parent, tuple(block.token_ids))
@@ -130,6 +133,18 @@ async def test_a_subscriber_resumes_by_number_and_else_begins_again(start_engine
             await subscribe(engine, unknown).read()
         assert error.value.code() is grpc.StatusCode.OUT_OF_RANGE
         assert (error.value.details() or "").startswith("start_sequence_number: ")
+
+
+async def test_streams_end_when_batches_can_no_longer_be_made(start_engine, monkeypatch):
+    engine = await start_engine()
+    call = subscribe(engine)
+    await call.initial_metadata()
+    mirror = Mirror()
+    await follow(call, mirror, lambda: mirror.snapshot_chunks)
+    monkeypatch.setattr(KvFeed, "advance", lambda feed: 1 / 0)
+    await churn(engine, random.Random(6), 1)
+    for each in (call, subscribe(engine), subscribe(engine, mirror.sequence)):
+        assert await each.code() is grpc.StatusCode.INTERNAL
 
 
 async def test_blocks_of_a_tenant_have_its_salt(start_engine, tmp_path, load_keys):
@@ -271,17 +286,71 @@ def test_what_is_stored_and_removed_between_batches_never_was():
     assert feed.can_resume(first + 1)
 
 
+def apply(mirror, batches):
+    for raw in batches:
+        batch = common.KvEventBatch.FromString(raw)
+        batch.load.sample = len(mirror.loads) + 1
+        mirror.apply(batch)
+
+
+def test_a_block_that_is_computed_again_precedes_those_that_follow_it():
+    kv = KVCacheManager(6, 4)
+    prompt = [*range(12)]
+    hashes = hash_blocks(prompt, 4, b"")
+
+    def start(num_tokens):
+        cached = kv.find_prefix(hashes[: num_tokens // 4], num_tokens)
+        table = kv.allocate(cached, num_tokens)
+        assert table is not None
+        kv.publish(table, hashes, len(cached), num_tokens // 4, prompt)
+        return table
+
+    kv.pool.release(start(8))
+    running = start(8)  # its second block is a copy, since the last token is computed in any case
+    running += kv.allocate([], 4) or []
+    kv.publish(running, hashes, 2, 3, prompt)
+    pressure = kv.allocate([], 12) or []
+    assert hashes[1] not in kv.events.hashes
+    kv.pool.release(pressure)
+    start(8)
+    assert list(kv.events.hashes) == [hashes[0], hashes[2], hashes[1]]
+    mirror = Mirror()
+    apply(mirror, KvFeed(kv.events).snapshot())
+    assert mirror.equals(kv.events)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_blocks_that_come_back_while_their_removal_waits_keep_their_order(order):
+    log = KvEventLog(2, 10_000)
+    feed = KvFeed(log)
+    first = feed.sequence
+    for number in range(10, 1010):
+        store(log, number)
+    for number in order:
+        log.stored(hash_of(number), hash_of(0) if number else b"", (1, 2))
+        log.removed(hash_of(number))
+    feed.advance()
+    assert not feed.is_up_to_date
+    store(log, 0)
+    log.stored(hash_of(1), hash_of(0), (1, 2))
+    while not feed.is_up_to_date:
+        feed.advance()
+    mirror = Mirror(first)
+    apply(mirror, feed.after(first) or [])
+    assert mirror.equals(log)
+
+
 def test_a_large_snapshot_comes_in_chunks_that_end_at_its_number():
     log = KvEventLog(16, 10_000)
     for number in range(2000):
         log.stored(hash_of(number), hash_of(number - 1) if number else b"", range(16))
     feed, mirror = KvFeed(log), Mirror()
-    chunks = [common.KvEventBatch.FromString(raw) for raw in feed.snapshot()]
+    raw_chunks = list(feed.snapshot())
+    chunks = [common.KvEventBatch.FromString(raw) for raw in raw_chunks]
     assert len(chunks) > 5
     for index, chunk in enumerate(chunks):
         assert (chunk.snapshot.index, chunk.snapshot.count, chunk.snapshot.blocks) == (index, len(chunks), 2000)
         assert chunk.ByteSize() < 40_000
-        chunk.load.sample = index + 1
-        mirror.apply(chunk)
+    apply(mirror, raw_chunks)
     assert mirror.sequence == feed.sequence
     assert mirror.equals(log)
