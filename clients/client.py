@@ -14,7 +14,7 @@ from typing import Self, TypeVar, Unpack
 import grpc
 
 import penstock.v1 as pb
-from penstock.clients.channel import DEFAULT_TARGET, Tls, call_metadata, open_channel
+from penstock.clients.channel import DEFAULT_TARGET, Tls, call_metadata
 from penstock.clients.chat_messages import ChatMessage, ChatOptions, build_chat
 from penstock.clients.classification import (
     Classes,
@@ -27,6 +27,7 @@ from penstock.clients.classification import (
 from penstock.clients.embeddings import Embeddings, EmbedOptions, Input, build_embed_request, embed_at_once
 from penstock.clients.errors import PenstockError, RequestFailed, failure_from_call
 from penstock.clients.events import Completion, Delta
+from penstock.clients.failover.target_list import channel_for_stream, open_targets, split_targets
 from penstock.clients.health import is_serving
 from penstock.clients.request_stream import RequestStream, only_deltas
 from penstock.clients.requests import Options, Prompt, build_start
@@ -51,6 +52,10 @@ _UNARY_SECONDS = 60.0
 class AsyncClient:
     """Calls one service. Use it from one event loop, in as many tasks as you like.
 
+    ``target`` may list several replicas of a service, separated by commas. Calls go to the first one that answers. If
+    it dies, its requests continue at the next one with the same tokens as without its death, after a pause; see
+    docs/client.md.
+
     ``api_key`` is in every call's metadata: without ``tls``, anyone on the network path can read it. Raises subclasses
     of PenstockError: InvalidOption before anything is sent, RequestFailed for failures of the service or the
     connection.
@@ -62,7 +67,11 @@ class AsyncClient:
         self._metadata = call_metadata(api_key)
         self._opened: grpc.aio.Channel | None = None
         self._stream: GenerateStream | None = None
+        self._left: list[GenerateStream] = []
+        """Open streams to targets that were left for another one."""
         self._closed = False
+        self.num_moves = 0
+        """How often a request continued at another target."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -79,7 +88,7 @@ class AsyncClient:
         chat, only the new messages; an empty text continues the output. Raises InvalidOption immediately; nothing is
         sent before the stream is used.
         """
-        return RequestStream(self._generate_stream, build_start(prompt, options, timeout))
+        return self.send(build_start(prompt, options, timeout))
 
     def open_prompt(
         self, prompt: Prompt = "", *, timeout: float | None = None, **options: Unpack[Options]
@@ -90,11 +99,11 @@ class AsyncClient:
         start.open = True
         if prompt == "":
             start.ClearField("text")
-        return RequestStream(self._generate_stream, start)
+        return self.send(start)
 
     def send(self, start: pb.GenerationStart) -> RequestStream:
         """Like ``generate``, for a ``GenerationStart``, which is used only once; its ref is overwritten."""
-        return RequestStream(self._generate_stream, start)
+        return RequestStream(self._generate_stream, start, len(split_targets(self.target)), self._count_move)
 
     def stream(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
@@ -226,8 +235,9 @@ class AsyncClient:
     async def close(self) -> None:
         """Cancels running requests and closes the connection. Safe to call twice."""
         self._closed = True
-        if self._stream is not None:
-            await self._stream.close()
+        for stream in (self._stream, *self._left):
+            if stream is not None:
+                await stream.close()
         if self._opened is not None:
             await self._opened.close()
 
@@ -236,15 +246,24 @@ class AsyncClient:
         if self._closed:
             raise PenstockError("the client is closed")
         if self._opened is None:
-            self._opened = open_channel(self.target, self._tls)
+            self._opened = open_targets(self.target, self._tls)
         return self._opened
 
-    def _generate_stream(self) -> GenerateStream:
-        """Returns the open stream, or a new one in place of a broken one."""
+    def _count_move(self) -> None:
+        self.num_moves += 1
+
+    def _generate_stream(self, avoid: GenerateStream | None = None) -> GenerateStream:
+        """Returns the open stream, or a new one in place of a broken one or of ``avoid``, at the next target."""
         channel = self._channel()
+        if avoid is not None and avoid is self._stream:
+            if avoid.is_open:
+                avoid.leave()
+                self._left = [stream for stream in self._left if stream.is_open] + [avoid]
+            self._stream = None
         if self._stream is None or not self._stream.is_open:
-            stub = GenerationServiceStub(channel)
-            self._stream = GenerateStream(lambda: stub.Generate(metadata=self._metadata), self.target)
+            one = channel_for_stream(channel, None if avoid is None else avoid.channel)
+            stub = GenerationServiceStub(one)
+            self._stream = GenerateStream(lambda: stub.Generate(metadata=self._metadata), self.target, one)
         return self._stream
 
     async def _unary(

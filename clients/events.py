@@ -71,6 +71,8 @@ class Accepted:
     queue_position: int
     predicted_ttft_ms: int | None = None
     client_request_id: str = ""
+    resume_ticket: bytes = b""
+    """What another replica needs to continue the request; a client with several targets sends it by itself."""
 
     @classmethod
     def from_proto(cls, message: pb.Accepted) -> "Accepted":
@@ -81,6 +83,7 @@ class Accepted:
             queue_position=message.queue_position,
             predicted_ttft_ms=message.predicted_ttft_ms if message.HasField("predicted_ttft_ms") else None,
             client_request_id=message.client_request_id,
+            resume_ticket=message.resume_ticket,
         )
 
 

@@ -9,6 +9,7 @@ import grpc
 import penstock.v1 as pb
 from penstock.clients.errors import PenstockError, RequestFailed
 from penstock.clients.events import Completion, Delta, Event, Finished, collect
+from penstock.clients.failover.carried_request import CarriedRequest, OpenStream
 from penstock.clients.requests import Prompt, build_append, build_update
 from penstock.clients.stream import GenerateStream, Mailbox
 
@@ -22,12 +23,20 @@ class RequestStream:
     end cancels it. A request that fails raises RequestFailed from the loop, after the events that came before.
     """
 
-    def __init__(self, open_stream: Callable[[], GenerateStream], start: pb.GenerationStart) -> None:
+    def __init__(
+        self,
+        open_stream: OpenStream,
+        start: pb.GenerationStart,
+        num_targets: int = 1,
+        on_move: Callable[[], None] = lambda: None,
+    ) -> None:
+        """With several targets, the request continues at another one when its own dies; ``on_move`` is then called."""
         self._open_stream = open_stream
         self._start = start
-        self._carrier: GenerateStream | None = None
+        self._num_targets = num_targets
+        self._on_move = on_move
+        self._carried: CarriedRequest | None = None
         self._mailbox = Mailbox()
-        self._ref = 0
         self._older: RequestStream | None = None
         self._num_appends = 0
         self._ended = False
@@ -73,18 +82,19 @@ class RequestStream:
         """Lets this request, which has not begun, replace an older one of the same client. When it is accepted, the
         older one ends: its events end with a ``Finished`` that is ``superseded``. If it is refused, the older one
         continues. Does nothing if this one has begun, or if the older one has not begun or has ended."""
-        if self._carrier is None:
+        if self._carried is None:
             self._older = older
 
     def _live_ref(self, carrier: GenerateStream) -> int:
         """Returns the request's ref on this stream; 0 if it is not live there."""
-        return self._ref if self._carrier is carrier and not self._ended else 0
+        carried = self._carried
+        return carried.ref if carried is not None and carried.stream is carrier and not self._ended else 0
 
     def cancel(self) -> None:
         """Requests an early end. Events continue until ``Finished``, which has the usage so far."""
         self._cancelled = True
-        if self._carrier is not None:
-            self._carrier.cancel(self._ref)
+        if self._carried is not None:
+            self._carried.cancel()
 
     def update(
         self, *, timeout: float | None = None, priority: int | None = None, max_tokens: int | None = None
@@ -92,10 +102,10 @@ class RequestStream:
         """Changes the request while it runs; ``timeout`` is in seconds from now. If the service refuses, nothing
         changes, and a ``FrameRefused`` is among the events. Raises InvalidOption."""
         update = build_update(timeout, priority, max_tokens)
-        if self._carrier is None:
+        if self._carried is None:
             self._amend(update)
         elif not self._ended:
-            self._carrier.update(self._ref, update)
+            self._carried.update(update)
             if update.HasField("timeout_ms"):
                 self._expect_end_within(update.timeout_ms / 1000)
 
@@ -109,15 +119,15 @@ class RequestStream:
         self._num_appends += 1
         append.append_id = self._num_appends
         self._begin()
-        if self._carrier is not None and not self._ended:
-            self._carrier.append(self._ref, append)
+        if self._carried is not None and not self._ended:
+            self._carried.append(append)
         return append.append_id
 
     def commit(self) -> None:
         """Ends the open prompt: the output begins."""
         self._begin()
-        if self._carrier is not None and not self._ended:
-            self._carrier.commit(self._ref)
+        if self._carried is not None and not self._ended:
+            self._carried.commit()
 
     def leave(self) -> None:
         """Cancels the request, if it has not ended, and takes no more of its events. Safe to call twice."""
@@ -127,14 +137,15 @@ class RequestStream:
             self.cancel()
 
     def _begin(self) -> None:
-        if self._carrier is None and not self._ended:
-            self._carrier = self._open_stream()
+        if self._carried is None and not self._ended:
             if self._older is not None:
-                self._start.supersedes = self._older._live_ref(self._carrier)  # noqa: SLF001
+                self._start.supersedes = self._older._live_ref(self._open_stream())  # noqa: SLF001
                 self._older = None
-            self._ref = self._carrier.carry(self._start, self._mailbox)
+            self._carried = CarriedRequest(
+                self._start, self._mailbox, self._open_stream, num_targets=self._num_targets, on_move=self._on_move
+            )
             if self._cancelled:
-                self._carrier.cancel(self._ref)
+                self._carried.cancel()
             if self._start.HasField("timeout_ms"):
                 self._expect_end_within(self._start.timeout_ms / 1000)
 

@@ -106,7 +106,8 @@ _OUTPUT = dict(pb.OutputOptions.DESCRIPTOR.fields_by_name)
 _START = {
     name: field
     for name, field in pb.GenerationStart.DESCRIPTOR.fields_by_name.items()
-    if name not in {"ref", "text", "token_ids", "chat", "sampling", "output", "timeout_ms", "open", "supersedes"}
+    if name
+    not in {"ref", "text", "token_ids", "chat", "sampling", "output", "timeout_ms", "open", "supersedes", "resume_from"}
 }
 _MAX_TIMEOUT_MS = 86_400_000
 _PROMPTS_OF_LINE = {

@@ -122,12 +122,15 @@ def _ready(coroutine: Coroutine[object, object, T]) -> T:
 class GenerateStream:
     """Carries requests until it breaks or is closed. A broken stream is not repaired; its owner opens a new one."""
 
-    def __init__(self, open_call: Callable[[], Call], target: str) -> None:
+    def __init__(self, open_call: Callable[[], Call], target: str, channel: grpc.aio.Channel | None = None) -> None:
+        """``channel`` is that of ``open_call``, by which its owner leaves a target."""
         self._target = target
+        self.channel = channel
         self._live: dict[int, Receiver] = {}
         self._refs = itertools.count(1)
         self._outgoing: asyncio.Queue[pb.GenerateRequest | None] = asyncio.Queue()
         self.is_open = True
+        self._is_left = False
         self._call = open_call()
         self._status = _FirstStatus(self._call)
         self._writer = asyncio.create_task(self._write(), name="penstock-generate-writer")
@@ -163,6 +166,15 @@ class GenerateStream:
         """Ends the open prompt of a request. Does nothing if it has ended."""
         if self.is_open and ref in self._live:
             self._outgoing.put_nowait(pb.GenerateRequest(commit=pb.GenerationCommit(ref=ref)))
+
+    def leave(self) -> None:
+        """Ends the stream once it has no request. No further one may be carried."""
+        self._is_left = True
+        self._end_if_left()
+
+    def _end_if_left(self) -> None:
+        if self._is_left and not self._live and self.is_open:
+            self._outgoing.put_nowait(None)
 
     async def close(self, failure: RequestFailed | None = None) -> None:
         """Cancels live requests, lets the service end the stream, and aborts it after a second. ``failure`` is the
@@ -226,6 +238,7 @@ class GenerateStream:
 
     def _finish(self, message: pb.Finished) -> None:
         receiver = self._live.pop(message.ref, None)
+        self._end_if_left()
         if receiver is None:
             return
         finished = Finished.from_proto(message)

@@ -32,6 +32,8 @@ class Counters:
     decode_rows: int = 0
     """Decoding rows, summed over all steps."""
     preemptions: int = 0
+    resumed_requests: int = 0
+    """Requests that continued the output of another service."""
     rows_sat_out: int = 0
     """Rows that a step left out because their tenant had its share of it, summed over all steps."""
     output_tokens: int = 0

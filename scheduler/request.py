@@ -107,6 +107,23 @@ class StopMatch(NamedTuple):
     stop_token_id: int | None = None
 
 
+class OutputState(Protocol):
+    """The output of a sequence so far; see ``planning.output_buffer``."""
+
+    num_tokens: int
+    """Tokens chosen so far."""
+    end: StopMatch | None
+    """How it ended; None if it continues."""
+
+
+class ResumedSequence(NamedTuple):
+    """What another engine has already chosen of a sequence."""
+
+    token_ids: list[int]
+    output: OutputState
+    """The output that these tokens made. The sequence continues it."""
+
+
 @dataclass(slots=True)
 class RequestAccepted:
     """The request is in the queue."""
@@ -321,6 +338,9 @@ class Request:
     """Tokens of its prompts that are not charged to its tenant's token rate, because they were charged before."""
     measures_text: bool = False
     """Whether its deltas have ``text_lengths`` without log-probabilities too."""
+    resumed: Sequence[ResumedSequence] = ()
+    """The beginning of each sequence, if the request continues one of another engine: it is in the history, but no
+    event reports it. ``max_tokens``, the usage and everything that counts output includes it."""
     more_prompts: Sequence[Prompt] = ()
     """The prompts after the first, if it is pooled: ``n`` counts them all."""
     num_prompt_tokens: int = field(init=False)
@@ -332,7 +352,12 @@ class Request:
     @property
     def num_queued_tokens(self) -> int:
         """The number of tokens for which the queue needs room."""
-        return self.num_prompt_tokens + len(self.prediction)
+        return self.num_prompt_tokens + len(self.prediction) + self.num_resumed_tokens
+
+    @property
+    def num_resumed_tokens(self) -> int:
+        """The number of output tokens that another engine has chosen."""
+        return sum(len(sequence.token_ids) for sequence in self.resumed)
 
     def prompt(self, choice: int) -> Prompt:
         if choice and self.more_prompts:
@@ -341,8 +366,9 @@ class Request:
 
     @property
     def num_charged_tokens(self) -> int:
-        """The tokens of its prompts that are charged to its tenant's token rate."""
-        return self.num_prompt_tokens - self.num_paid_tokens
+        """The tokens of its prompts, and of the output that it continues, that are charged to its tenant's token
+        rate."""
+        return self.num_prompt_tokens - self.num_paid_tokens + self.num_resumed_tokens
 
     @property
     def num_prompts(self) -> int:

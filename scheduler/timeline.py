@@ -78,6 +78,8 @@ class Timeline:
         """None while it lives."""
         self._clock = clock
         self._tracks = [_Track() for _ in range(request.n)]
+        for track, resumed in zip(self._tracks, request.resumed, strict=False):
+            track.num_output_tokens = len(resumed.token_ids)
         self._hold: TimelineEntry | None = None
         self._start: list[TimelineEntry] = []
         self._last: deque[TimelineEntry] | None = None

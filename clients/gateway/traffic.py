@@ -53,6 +53,11 @@ class GatewayMetrics:
             "Requests that have not ended, including the one for this page.",
             registry=registry,
         )
+        self.moves = Counter(
+            "penstock_gateway_moves",
+            "How often a request continued at another target because its own had died.",
+            registry=registry,
+        )
         connections = Gauge("penstock_gateway_connections", "Open connections, including idle ones.", registry=registry)
         connections.set_function(lambda: len(self._connections))
         self.has_service_metrics = Gauge(

@@ -115,6 +115,14 @@ class OutputProcessor:
         else:
             self._emit(sequence, delta)
 
+    def end_resumed(self, live: RequestState) -> None:
+        """Ends the sequences of a resumed request whose output was complete, or has reached its limit by now."""
+        for sequence in list(live.sequences):
+            if sequence.output.end is not None:
+                self._end(sequence, sequence.output.end.reason)
+            elif sequence.state is not SequenceStatus.ENDED:  # the caller may have aborted the request
+                self.limit(sequence, sequence.output.max_tokens)
+
     @staticmethod
     def cut_short(live: RequestState, reason: EngineFinishReason) -> list[SequenceDelta]:
         """Ends the output of a request that ends early. Returns the last delta of each sequence that has output and has

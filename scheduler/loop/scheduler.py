@@ -97,7 +97,7 @@ class Scheduler:
         self.requests[request.request_id] = live
         if superseded is not None:  # it ends first, and there is always a live request
             self._finish(superseded, EngineFinishReason.SUPERSEDED, "")
-        for index in range(request.num_prompts):
+        for index in range(request.n if request.resumed else request.num_prompts):
             self._planner.enter(self._new_sequence(live, index, (*entry.rank[:3], index), pinned=[]))
         ttft_s = None
         if entry.prediction is not None:
@@ -105,6 +105,9 @@ class Scheduler:
             live.expected_ttft_s = entry.prediction.modelled_ttft_s
         timeline.accepted(entry.position, ttft_s)
         request.sink(RequestAccepted(entry.num_cached_tokens, entry.position, ttft_s))
+        if request.resumed:
+            self.counters.resumed_requests += 1
+            self._output_processor.end_resumed(live)
 
     def update_request(self, request_id: str, change: Change) -> bool:
         """Changes a live request from the next plan on; returns False if it is not alive. Raises Refused, without

@@ -6,7 +6,15 @@ It does not know blocks or plans. A token is delivered at most once, in order, a
 from collections.abc import Collection, Sequence
 
 from penstock.scheduler.plan import TokenLogprobs
-from penstock.scheduler.request import EngineFinishReason, SequenceDelta, StopMatch, TextDelta, TextState
+from penstock.scheduler.request import (
+    EngineFinishReason,
+    Request,
+    ResumedSequence,
+    SequenceDelta,
+    StopMatch,
+    TextDelta,
+    TextState,
+)
 
 
 class OutputBuffer:
@@ -141,3 +149,35 @@ class OutputBuffer:
             return SequenceDelta(self.index, shown, text, None, self.end, lengths)
         self._held_logprobs = logprobs.part(num_released, len(logprobs.chosen))
         return SequenceDelta(self.index, shown, text, logprobs.part(0, num_released), self.end, lengths)
+
+
+def new_output(request: Request, index: int, text: TextState, max_tokens: int) -> OutputBuffer:
+    """Returns the empty output of a request's sequence ``index``."""
+    return OutputBuffer(
+        index,
+        text,
+        request.sampling.stop_token_ids,
+        request.sampling.min_tokens,
+        max_tokens,
+        request.sampling.logprobs,
+        request.grammar_end_ids,
+        measures_text=request.measures_text,
+    )
+
+
+def resume_output(
+    request: Request, index: int, token_ids: Sequence[int]
+) -> tuple[ResumedSequence, SequenceDelta | None]:
+    """Returns the state of sequence ``index`` after tokens that another engine has chosen, and the output that they
+    release. Its log-probabilities are zeros: they are not known. ``output.num_tokens`` is less than the number of
+    tokens if the output ends before the last one."""
+    output = new_output(request, index, request.make_text(), request.max_tokens)
+    num_top = request.sampling.logprobs
+    logprobs = None
+    if num_top is not None:
+        num_tokens = len(token_ids)
+        logprobs = TokenLogprobs(
+            num_top, [0.0] * num_tokens, [0] * (num_top * num_tokens), [0.0] * (num_top * num_tokens)
+        )
+    delta = output.take_tokens(token_ids, logprobs) if token_ids else None
+    return ResumedSequence(list(token_ids), output), delta

@@ -19,7 +19,7 @@ import msgspec
 
 from penstock.kv.events import BlockOrigin
 from penstock.scheduler.plan import Decode, PromptLogprobsPart, SamplingParams
-from penstock.scheduler.planning.output_buffer import OutputBuffer
+from penstock.scheduler.planning.output_buffer import OutputBuffer, new_output
 from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.policy import Place, Rank
 from penstock.scheduler.request import (
@@ -87,7 +87,7 @@ class RequestState:
         """The predicted time from admission to the last token; None if it no longer depends only on the load."""
         self.work = NO_WORK
         """The work, at admission, until it can decode."""
-        self.forked = request.n == 1 or request.pooling is not None
+        self.forked = request.n == 1 or request.pooling is not None or bool(request.resumed)
         self.num_ended = 0
         self.num_prompt_logprobs = 1
         """Positions of the prompt whose log-probabilities are reported. The first token has none."""
@@ -226,21 +226,20 @@ class SequenceState:
         request = self.live.request
         self.sampling = sampling_of_choice(request.sampling, self.index)
         self.token_ids = list(request.prompt(self.index).token_ids)
-        self.num_prompt_tokens = self.length_bound = len(self.token_ids)
-        self.length_limit = self.length_bound + max_tokens
+        self.num_prompt_tokens = len(self.token_ids)
+        self.length_limit = self.num_prompt_tokens + max_tokens
+        if request.resumed:
+            token_ids, output = request.resumed[self.index]
+            assert isinstance(output, OutputBuffer)
+            self.token_ids += token_ids
+            self.output = output
+            output.max_tokens = max_tokens
+        else:
+            self.output = new_output(request, self.index, self.live.texts[self.index], max_tokens)
+        self.length_bound = len(self.token_ids)
         self.is_pooled = request.pooling is not None
         self.is_new = self.index == 0 or self.is_pooled
         self.max_drafts = request.max_drafts
-        self.output = OutputBuffer(
-            self.index,
-            self.live.texts[self.index],
-            request.sampling.stop_token_ids,
-            request.sampling.min_tokens,
-            max_tokens,
-            request.sampling.logprobs,
-            request.grammar_end_ids,
-            measures_text=request.measures_text,
-        )
 
     @property
     def num_input_tokens(self) -> int:

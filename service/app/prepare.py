@@ -17,6 +17,7 @@ from penstock.clients.host.distribution import install_command
 from penstock.clients.host.machine import Machine, inspect_machine
 from penstock.clients.host.routing_headers import read_objectives
 from penstock.models.checkpoint.checkpoint import check_checkpoint, resolve_model
+from penstock.models.checkpoint.digest import digest_checkpoint
 from penstock.models.checkpoint.gguf.tokenizer import write_tokenizer
 from penstock.models.checkpoint.pooling_config import read_embedding
 from penstock.models.errors import ModelError
@@ -94,7 +95,6 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
     checkpoint = check_checkpoint(path, has_weights)
     checkpoint.choose_quantization(config.quantization)
     checkpoint.spec.divided(config.tensor_parallel_size)
-    defaults = _sampling_defaults(path, config)
     pooling = None if config.pooling is None else Pooling(config.pooling)
     if checkpoint.classifier is not None or config.score_tokens is not None:
         pooling = pooling or Pooling.LAST  # modules.json describes the classifier, if anything
@@ -120,11 +120,12 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         max_connections=config.max_connections,
         contracts=read_contracts(config.contracts),
         model_files=ModelFiles(path, tokenizer),
+        checkpoint=digest_checkpoint(path, tokenizer, has_weights=has_weights),
         authenticator=files.authenticator,
         embedding=embedding,
         head=head,
         generates=checkpoint.classifier is None,
-        sampling_defaults=defaults,
+        sampling_defaults=_sampling_defaults(path, config),
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
         speculation=speculation,

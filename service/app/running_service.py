@@ -33,6 +33,7 @@ from penstock.service.requests.live.request_context import RequestContext
 from penstock.service.requests.live.warm_up import PrefixWarmer
 from penstock.service.requests.pooled.embed import EmbedRequestBuilder
 from penstock.service.requests.pooled.inputs import PooledInputs
+from penstock.service.requests.resumption import digest_replica
 from penstock.service.rpc.classification import ClassificationService
 from penstock.service.rpc.contracts import AddedContract, ContractParts, add_contract
 from penstock.service.rpc.embedding import EmbeddingService
@@ -146,6 +147,9 @@ class RunningService:
             generates=config.generates,
             formats=formats,
             auto_retain_s=conversations.return_times.retain_s,
+            replica=digest_replica(
+                config.checkpoint, installed_version(), facts, max_sequence_tokens, config.sampling_defaults
+            ),
         )
         warm_up = PrefixWarmer(engine, self.pool, request_builder, conversations)
         prompts = OpenPromptConfig(warm_up, config.open_prompt_ttl_s, facts.max_model_len - 1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from penstock.clients.host.reloaded_files import CHECK_INTERVAL_S, Watched, WatchedFiles
 from penstock.clients.host.routing_headers import Objectives
 from penstock.models.checkpoint.classification_head import ClassificationHead
+from penstock.models.checkpoint.digest import CheckpointDigest
 from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import SpeculationConfig
@@ -45,6 +46,8 @@ class ServerConfig:
     """The names of the contracts of other engines that the callers' listener serves too."""
     model_files: ModelFiles | None = None
     """The paths of the model's files, for contracts that offer them; None if unknown."""
+    checkpoint: CheckpointDigest = field(default_factory=CheckpointDigest)
+    """The digests of the model's files, in tickets to resume requests."""
     authenticator: Authenticator = field(default_factory=AllowAll)
     tls: ServerTls | None = None
     """Applies to ``listen``, and to ``admin_listen`` if other machines can reach it."""

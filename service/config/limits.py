@@ -52,6 +52,10 @@ MAX_TOKENS_CAP = 1 << 24
 MAX_LIVE_REQUESTS_CAP = 1 << 20
 MAX_LISTED_REQUESTS = 1000
 """Limit on the requests in a page, and on the ids of one cancellation."""
+MAX_RESUMED_TOKENS = 1 << 17
+"""Limit on the received tokens of a request that is resumed, of all its choices: they take up to some seconds of a
+tokenizer's thread."""
+MAX_TICKET_BYTES = 128
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_REGEX_BYTES = 64 << 10
 MAX_CHAT_MESSAGES = 4096
@@ -170,6 +174,16 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "ttft_slo_ms": Number(1, MAX_TIMEOUT_MS),
         "tpot_slo_ms": Number(1, 60_000),
         "session_id": _CLIENT_ID,
+        "resume_from": Nested(),
+    },
+    "ResumeFrom": {
+        "ticket": Data(MAX_TICKET_BYTES, required=True),
+        "choices": Items(64, Nested(), required=True),
+    },
+    "ReceivedOutput": {
+        "token_ids": Ids(MAX_RESUMED_TOKENS),
+        **dict.fromkeys(("text_chars", "reasoning_chars", "tool_calls", "argument_chars"), _UINT32),
+        "has_ended": _FLAG,
     },
     "Prediction": {"text": Text(0, MAX_TEXT_BYTES), "token_ids": Nested()},
     "Constraint": {

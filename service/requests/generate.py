@@ -6,9 +6,9 @@ tokenizer's thread pool.
 
 import functools
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from google.protobuf.message import Message
@@ -21,7 +21,6 @@ from penstock.service.config.field_rules import Limit
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import Reason, ServiceError, invalid
-from penstock.service.parsers.base import AnswerParser
 from penstock.service.requests.answer_formats import AnswerFormats
 from penstock.service.requests.answer_parsing import AnswerParsing
 from penstock.service.requests.chat import ToolSchemas, check_chat, parse_chat, shows_tools, with_options
@@ -30,6 +29,7 @@ from penstock.service.requests.cost import check_cost, check_token_texts, fit_wh
 from penstock.service.requests.grammar_check import GrammarChecks, check_constraint
 from penstock.service.requests.prediction import predicted_ids
 from penstock.service.requests.preparation import Origin
+from penstock.service.requests.resumption import UNKNOWN_REPLICA, PreparedRequest, ReplicaDigests, Tickets
 from penstock.service.requests.tool_choice import CallConstraints
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.text.detokenizer import IdsOnly, text_states
@@ -52,14 +52,6 @@ class ResponseMode(Enum):
     """The output is sent in one message."""
 
 
-class PreparedRequest(NamedTuple):
-    """A request that is ready for the queue."""
-
-    request: Request
-    parsers: Sequence[AnswerParser]
-    """One parser for each choice; none if the output is not parsed."""
-
-
 class RequestBuilder:
     """Builds generation requests for one served model."""
 
@@ -78,6 +70,7 @@ class RequestBuilder:
         generates: bool = True,
         formats: AnswerFormats | None = None,
         auto_retain_s: Callable[[str, str], float] = lambda tenant, session_id: 0.0,
+        replica: ReplicaDigests = UNKNOWN_REPLICA,
     ) -> None:
         """``max_sequence_tokens`` is the maximum length of a choice with its prompt: the model's context or the KV
         cache's size, whichever is less. ``max_retain_s`` is the longest time for which KV can be retained, and the
@@ -85,7 +78,7 @@ class RequestBuilder:
         step. ``drafts_predictions``: whether predictions are used. ``defaults`` are the model's sampling defaults.
         ``generates``: whether the model has an output head; otherwise every request is refused. ``formats`` are those
         of the model's outputs; by default none are known. ``auto_retain_s`` returns how long KV is retained in the mode
-        AUTO for a tenant, with or without a session."""
+        AUTO for a tenant, with or without a session. ``replica`` is what this service's tickets are for."""
         self._generates = generates
         self._auto_retain_s = auto_retain_s
         self._validator = validator
@@ -101,6 +94,7 @@ class RequestBuilder:
         formats = AnswerFormats() if formats is None else formats
         self._parsing = AnswerParsing(pool.tokenizer, formats)
         self._calls = CallConstraints(formats)
+        self._tickets = Tickets(replica, validator)
 
     def check(self, start: pb.GenerationStart) -> None:
         """Makes all checks that are possible before the prompt is tokenized. Raises ServiceError. The prompt of a start
@@ -122,6 +116,7 @@ class RequestBuilder:
         elif start.HasField("constraint"):
             check_constraint(start)
         self._parsing.check(start)
+        self._tickets.check(start)
         check_token_texts(start.output, self._tokenizer.pieces.longest_bytes)
         sampling = start.sampling
         if sampling.HasField("max_tokens"):
@@ -225,6 +220,8 @@ class RequestBuilder:
     ) -> PreparedRequest:
         """Does the part of ``prepare`` that runs in a thread. ``grammar`` is the output's grammar, if it has one."""
         schemas = schemas or ToolSchemas(start.chat)
+        if (seed := self._tickets.seed(start, origin.tenant)) is not None:
+            start.sampling.seed = seed
         salt = tenant_salt(self._model_name, origin.tenant)
         if context is None:
             prompt = self._prompt(start, schemas, salt)
@@ -267,7 +264,7 @@ class RequestBuilder:
             grammar_end_ids=frozenset(self._tokenizer.eos_token_ids if grammar else ()),
         )
         parsers = self._parsing.parsers(start, prompt.token_ids, schemas, is_constrained=bool(grammar))
-        return PreparedRequest(request, parsers)
+        return self._tickets.prepared(request, parsers, start)
 
     def _limited(
         self, sampling: SamplingParams, start: pb.GenerationStart, prompt: list[int], grammar: str

@@ -312,6 +312,9 @@ def _required(request: pb.GenerateOneRequest | pb.CompleteRequest | pb.PrefetchR
         raise invalid("start", "is required")
     if request.start.open:
         raise invalid("start.open", "only on a Generate stream; omit it, or send all of the prompt here")
+    if isinstance(request, pb.CompleteRequest) and request.start.HasField("resume_from"):
+        message = "Complete returns the whole output; resume with GenerateOne, or omit resume_from"
+        raise ServiceError(Reason.NOT_RESUMABLE, message, field="start.resume_from")
     if request.start.supersedes:
         raise invalid("start.supersedes", "only on a Generate stream, for a request of the same stream; omit it")
     return request.start

@@ -70,8 +70,10 @@ def accepted_message(
     num_prompt_tokens: int,
     accepted: RequestAccepted,
     age_s: float,
+    ticket: bytes,
 ) -> pb.Accepted:
-    """Builds the message for a request that entered the queue. ``age_s`` is the time since its arrival."""
+    """Builds the message for a request that entered the queue. ``age_s`` is the time since its arrival, and ``ticket``
+    what other replicas need to resume it."""
     ttft_s = accepted.predicted_ttft_s
     return pb.Accepted(
         ref=ref,
@@ -81,6 +83,7 @@ def accepted_message(
         queue_position=accepted.queue_position,
         predicted_ttft_ms=None if ttft_s is None else milliseconds(age_s + ttft_s),
         client_request_id=client_request_id,
+        resume_ticket=ticket,
     )
 
 

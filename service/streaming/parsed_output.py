@@ -33,10 +33,10 @@ class _Token:
 class ParsingReceiver:
     """Passes a request's parsed output to another receiver."""
 
-    def __init__(self, receiver: RequestReceiver, parsers: Sequence[AnswerParser]) -> None:
-        """``parsers`` has one for each choice. Deltas must have ``text_lengths``."""
+    def __init__(self, receiver: RequestReceiver, choices: "Sequence[ParsedChoice]") -> None:
+        """``choices`` has one for each choice, in order. Deltas must have ``text_lengths``."""
         self._receiver = receiver
-        self._choices = [_ParsedChoice(choice, parser) for choice, parser in enumerate(parsers)]
+        self._choices = choices
         self._had_output = False
         self._ends_with_calls = False
         """Whether the last choice that ended did."""
@@ -48,8 +48,8 @@ class ParsingReceiver:
         self._receiver.prompt_logprobs(ref, part, form)
 
     def delta(self, ref: int, delta: SequenceDelta, form: OutputForm, at_once: bool) -> None:
-        """Parses ``delta``. Sends nothing while all of it is held back."""
-        parsed = self._choices[delta.choice].parse(delta)
+        """Parses ``delta``, unless it is parsed already. Sends nothing while all of it is held back."""
+        parsed = delta if isinstance(delta, ParsedSequenceDelta) else self._choices[delta.choice].parse(delta)
         if parsed is None:
             return
         if parsed.end is not None:
@@ -71,8 +71,8 @@ class ParsingReceiver:
         self._receiver.fail(error)
 
 
-class _ParsedChoice:
-    """The output of one choice."""
+class ParsedChoice:
+    """The output of one choice and its parser."""
 
     def __init__(self, choice: int, parser: AnswerParser) -> None:
         self.num_reasoning_tokens = 0

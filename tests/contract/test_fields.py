@@ -27,9 +27,11 @@ IDS_AND_NAMES = {
     "removed_hashes",
     "request_id",
     "request_ids",
+    "resume_ticket",
     "session_id",
     "stream_id",
     "tenant",
+    "ticket",
     "traceparent",
     "unknown_request_ids",
 }

@@ -125,6 +125,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with ServiceLink(settings) as link, _key_watch(link), exposure_warning(link), stored, runs:
             app.state.link = link
+            link.on_move = app.state.gateway_metrics.moves.inc
             yield
 
     app = GatewayApp(

@@ -34,7 +34,8 @@ def make_parser() -> CommandParser:
     )
     add_connection_flags(
         parser,
-        f"where the service is, or unix:PATH; otherwise ${TARGET_VARIABLE} (default: {default_target()})",
+        f"where the service is, or unix:PATH; several, separated by commas, of which others continue the requests of "
+        f"one that dies; otherwise ${TARGET_VARIABLE} (default: {default_target()})",
         of_key="file with a key of the gateway's own, for all requests, read again when it changes: "
         "all clients of the gateway then call under "
         "it, so put it behind a proxy that authenticates them (default: each caller's own key is passed on)",

@@ -10,6 +10,7 @@ from typing import Protocol
 import penstock.v1 as pb
 from penstock.clients.channel import call_metadata
 from penstock.clients.errors import RequestFailed
+from penstock.clients.failover.carried_request import CarriedRequest
 from penstock.clients.gateway.upstream.recent import Recent
 from penstock.clients.stream import GenerateStream, Receiver
 from penstock.v1 import GetModelResponse
@@ -69,10 +70,15 @@ class SharedStream:
     def __init__(
         self,
         of: PlaceName,
-        open_stream: Callable[[Metadata], GenerateStream],
+        open_stream: Callable[[Metadata, GenerateStream | None], GenerateStream],
         on_end: Callable[["SharedStream"], None],
+        num_targets: int = 1,
+        on_move: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_end`` is called when one of its requests has ended."""
+        """``open_stream`` opens a stream, at another target than that of the given stream. ``on_end`` is called when
+        one of its requests has ended, and ``on_move`` when one continues at another target."""
+        self._num_targets = num_targets
+        self._on_move = on_move
         self.of = of
         self._on_end = on_end
         self.identities: OrderedDict[bytes, Identity] = OrderedDict()
@@ -96,11 +102,19 @@ class SharedStream:
     def carry(self, identity: Identity, start: pb.GenerationStart, receiver: Receiver) -> Callable[[], None]:
         """Sends a request on the stream, or on a new one in place of a broken one; returns a function that cancels it.
         Each ``carry`` needs one ``done``."""
-        if self._stream is None or not self._stream.is_open:
-            self._stream, self._opened_with = self._open_stream(identity.metadata), identity.metadata
-        stream, ref = self._stream, self._stream.carry(start, receiver)
+
+        def open_stream(avoid: GenerateStream | None = None) -> GenerateStream:
+            leaves = avoid is not None and avoid is self._stream
+            if leaves and avoid is not None:
+                avoid.leave()
+            if leaves or self._stream is None or not self._stream.is_open:
+                self._stream = self._open_stream(identity.metadata, avoid)
+                self._opened_with = identity.metadata
+            return self._stream
+
+        request = CarriedRequest(start, receiver, open_stream, num_targets=self._num_targets, on_move=self._on_move)
         self.num_live += 1
-        return lambda: stream.cancel(ref)
+        return request.cancel
 
     def done(self) -> None:
         """Notes that a carried request has ended."""

@@ -18,8 +18,9 @@ from google.protobuf.message import Message
 from starlette.datastructures import Headers
 
 import penstock.v1 as pb
-from penstock.clients.channel import call_metadata, open_channel
+from penstock.clients.channel import call_metadata
 from penstock.clients.errors import RequestFailed, failure_from_call
+from penstock.clients.failover.target_list import channel_for_stream, open_targets, split_targets
 from penstock.clients.gateway.errors import GatewayError, try_again
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.tracing import trace_metadata
@@ -46,10 +47,9 @@ callers."""
 
 
 class _Stubs:
-    """The service's methods on one channel."""
+    """The service's methods besides generation, on one channel."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.generation = GenerationServiceStub(channel)
         self.model = ModelServiceStub(channel)
         self.tokenizer = TokenizerServiceStub(channel)
         self.embedding = EmbeddingServiceStub(channel)
@@ -132,7 +132,7 @@ class UpstreamCaller:
 
     def keep_of_body(self, num_bytes: int) -> None:
         """Counts only ``num_bytes`` of the request's body from now on: the part that the answer still needs."""
-        if self.body is not None:
+        if self.body is not None and len(split_targets(self.settings.service.target)) == 1:  # others keep the prompt
             self.body.shrink_to(num_bytes)
 
     def check_rate(self) -> None:
@@ -170,10 +170,12 @@ class ServiceLink:
         """Places that accept no further requests but still have running ones."""
         self._closing: set[asyncio.Task[None]] = set()
         self._memory = _Memory(("", "", 0))
+        self.on_move: Callable[[], None] = lambda: None
+        """Called when a request continues at another target. Set before the first request."""
 
     async def __aenter__(self) -> "ServiceLink":
         # The channel is created here, since it belongs to the running loop.
-        self._channel = open_channel(self.settings.service.target, self.settings.service.tls)
+        self._channel = open_targets(self.settings.service.target, self.settings.service.tls)
         self.stubs = _Stubs(self._channel)
         self.load_reports = LoadReports(self._channel)
         self._state = ServiceState(self._channel, self.settings, lambda: service_needs_key(self))
@@ -284,14 +286,18 @@ class ServiceLink:
             place = None
         if place is None:
             self._make_room()
-            place = self._places[of] = SharedStream(of, self._open_stream, self._close_if_left)
+            num_targets = len(split_targets(self.settings.service.target))
+            place = SharedStream(of, self._open_stream, self._close_if_left, num_targets, self.on_move)
+            self._places[of] = place
         self._identities[identity.name] = identity
         if (forgotten := place.remember(identity)) is not None:
             del self._identities[forgotten.name]
         return place
 
-    def _open_stream(self, metadata: Metadata) -> GenerateStream:
-        return GenerateStream(lambda: self.stubs.generation.Generate(metadata=metadata), self.settings.service.target)
+    def _open_stream(self, metadata: Metadata, avoid: GenerateStream | None) -> GenerateStream:
+        channel = channel_for_stream(self._channel, None if avoid is None else avoid.channel)
+        stub = GenerationServiceStub(channel)
+        return GenerateStream(lambda: stub.Generate(metadata=metadata), self.settings.service.target, channel)
 
     def _make_room(self) -> None:
         if len(self._places) < self.settings.max_callers:

@@ -13,6 +13,7 @@ from penstock.v1.live_request_pb2 import *
 from penstock.v1.model_pb2 import *
 from penstock.v1.output_pb2 import *
 from penstock.v1.prompt_pb2 import *
+from penstock.v1.resumption_pb2 import *
 from penstock.v1.sampling_pb2 import *
 from penstock.v1.settings_pb2 import *
 from penstock.v1.state_pb2 import *

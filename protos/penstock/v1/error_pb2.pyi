@@ -197,6 +197,16 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """An internal error. Report it to the service's operator with the request id."""
     ERROR_REASON_SUPERSEDED: _ErrorReason.ValueType  # 53
     """Another request of the same client replaced this one through `start.supersedes`."""
+    ERROR_REASON_TICKET_INVALID: _ErrorReason.ValueType  # 54
+    """The ticket in `resume_from` is damaged: no service issued it in this form. Send the bytes of
+    `accepted.resume_ticket` unchanged.
+    """
+    ERROR_REASON_TICKET_MISMATCH: _ErrorReason.ValueType  # 55
+    """The ticket in `resume_from` is for another tenant, model, service configuration, prompt or sampling; the message
+    names which. Send the same request to a replica that is configured like the first, or start anew.
+    """
+    ERROR_REASON_NOT_RESUMABLE: _ErrorReason.ValueType  # 56
+    """A request of this kind cannot be continued at another replica. Send it again without `resume_from`."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The reasons for which requests fail. A google.rpc.Status of this service has a google.rpc.ErrorInfo among its
@@ -345,6 +355,16 @@ ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 52
 """An internal error. Report it to the service's operator with the request id."""
 ERROR_REASON_SUPERSEDED: ErrorReason.ValueType  # 53
 """Another request of the same client replaced this one through `start.supersedes`."""
+ERROR_REASON_TICKET_INVALID: ErrorReason.ValueType  # 54
+"""The ticket in `resume_from` is damaged: no service issued it in this form. Send the bytes of
+`accepted.resume_ticket` unchanged.
+"""
+ERROR_REASON_TICKET_MISMATCH: ErrorReason.ValueType  # 55
+"""The ticket in `resume_from` is for another tenant, model, service configuration, prompt or sampling; the message
+names which. Send the same request to a replica that is configured like the first, or start anew.
+"""
+ERROR_REASON_NOT_RESUMABLE: ErrorReason.ValueType  # 56
+"""A request of this kind cannot be continued at another replica. Send it again without `resume_from`."""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 ERROR_CODE_FIELD_NUMBER: _builtins.int

@@ -12,6 +12,7 @@ from google.rpc import status_pb2 as _status_pb2
 from penstock.v1 import constraint_pb2 as _constraint_pb2
 from penstock.v1 import output_pb2 as _output_pb2
 from penstock.v1 import prompt_pb2 as _prompt_pb2
+from penstock.v1 import resumption_pb2 as _resumption_pb2
 from penstock.v1 import sampling_pb2 as _sampling_pb2
 from penstock.v1 import state_pb2 as _state_pb2
 import builtins as _builtins
@@ -321,6 +322,7 @@ class GenerationStart(_message.Message):
     TTFT_SLO_MS_FIELD_NUMBER: _builtins.int
     TPOT_SLO_MS_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    RESUME_FROM_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The client's number for the request on a Generate stream: at least 1, unique among the live requests of its stream,
     and reusable after `finished`. Required for Generate. Ignored by GenerateOne and Complete, where 0 means none.
@@ -438,6 +440,10 @@ class GenerationStart(_message.Message):
     def prediction(self) -> Global___Prediction:
         """The output that the caller expects, such as a document with a few changes. Default: none."""
 
+    @_builtins.property
+    def resume_from(self) -> _resumption_pb2.ResumeFrom:
+        """What another replica has already sent of this request, which continues here. Default: none."""
+
     def __init__(
         self,
         *,
@@ -467,10 +473,11 @@ class GenerationStart(_message.Message):
         ttft_slo_ms: _builtins.int | None = ...,
         tpot_slo_ms: _builtins.int | None = ...,
         session_id: _builtins.str = ...,
+        resume_from: _resumption_pb2.ResumeFrom | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_tpot_slo_ms", b"_tpot_slo_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_ttft_slo_ms", b"_ttft_slo_ms", "chat", b"chat", "constraint", b"constraint", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "tpot_slo_ms", b"tpot_slo_ms", "truncate_prompt_tokens", b"truncate_prompt_tokens", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_tpot_slo_ms", b"_tpot_slo_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_ttft_slo_ms", b"_ttft_slo_ms", "chat", b"chat", "constraint", b"constraint", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "resume_from", b"resume_from", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "tpot_slo_ms", b"tpot_slo_ms", "truncate_prompt_tokens", b"truncate_prompt_tokens", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_tpot_slo_ms", b"_tpot_slo_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_ttft_slo_ms", b"_ttft_slo_ms", "chat", b"chat", "client_request_id", b"client_request_id", "constraint", b"constraint", "continue_from", b"continue_from", "idempotency_key", b"idempotency_key", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "open", b"open", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "retain_mode", b"retain_mode", "retain_ms", b"retain_ms", "sampling", b"sampling", "session_id", b"session_id", "supersedes", b"supersedes", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "tpot_slo_ms", b"tpot_slo_ms", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_tpot_slo_ms", b"_tpot_slo_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_ttft_slo_ms", b"_ttft_slo_ms", "chat", b"chat", "client_request_id", b"client_request_id", "constraint", b"constraint", "continue_from", b"continue_from", "idempotency_key", b"idempotency_key", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "open", b"open", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "resume_from", b"resume_from", "retain_mode", b"retain_mode", "retain_ms", b"retain_ms", "sampling", b"sampling", "session_id", b"session_id", "supersedes", b"supersedes", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "tpot_slo_ms", b"tpot_slo_ms", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
@@ -792,6 +799,7 @@ class Accepted(_message.Message):
     QUEUE_POSITION_FIELD_NUMBER: _builtins.int
     PREDICTED_TTFT_MS_FIELD_NUMBER: _builtins.int
     CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    RESUME_TICKET_FIELD_NUMBER: _builtins.int
     ref: _builtins.int
     """The ref of the request."""
     request_id: _builtins.str
@@ -806,6 +814,10 @@ class Accepted(_message.Message):
     """The predicted time from arrival to the first token, in milliseconds. Absent before the first steps are measured."""
     client_request_id: _builtins.str
     """The caller's id, echoed."""
+    resume_ticket: _builtins.bytes
+    """What another replica of the same model needs, besides the request itself and the output received so far, to
+    continue the request if this service dies; see ResumeFrom. At most 128 bytes, without any text.
+    """
     def __init__(
         self,
         *,
@@ -816,10 +828,11 @@ class Accepted(_message.Message):
         queue_position: _builtins.int = ...,
         predicted_ttft_ms: _builtins.int | None = ...,
         client_request_id: _builtins.str = ...,
+        resume_ticket: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "predicted_ttft_ms", b"predicted_ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "cached_tokens", b"cached_tokens", "client_request_id", b"client_request_id", "predicted_ttft_ms", b"predicted_ttft_ms", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "ref", b"ref", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms", "cached_tokens", b"cached_tokens", "client_request_id", b"client_request_id", "predicted_ttft_ms", b"predicted_ttft_ms", "prompt_tokens", b"prompt_tokens", "queue_position", b"queue_position", "ref", b"ref", "request_id", b"request_id", "resume_ticket", b"resume_ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__predicted_ttft_ms: _TypeAlias = _typing.Literal["predicted_ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__predicted_ttft_ms: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms"]  # noqa: Y015

@@ -31,25 +31,18 @@ from penstock.scheduler.request import (
     TokensInjected,
 )
 from penstock.service.auth.identity import Principal
-from penstock.service.errors import (
-    Reason,
-    ServiceError,
-    ending_status,
-    from_exception,
-    status_code,
-    to_status,
-)
+from penstock.service.errors import Reason, ServiceError, ending_status, from_exception, status_code, to_status
 from penstock.service.requests.contexts import StoredContext
-from penstock.service.requests.generate import PreparedRequest, ResponseMode
+from penstock.service.requests.generate import ResponseMode
 from penstock.service.requests.live.changes import apply_change, requested_change
 from penstock.service.requests.live.injection import Injections, Refuse
 from penstock.service.requests.live.open_prompt import OpenPrompt, Prepare
 from penstock.service.requests.live.request_context import RequestContext
 from penstock.service.requests.live.superseding import Replaceable, mark_superseded, replace_later
 from penstock.service.requests.preparation import Origin, preparation_limit, unqueued_end
+from penstock.service.requests.resumption import PreparedRequest
 from penstock.service.streaming.messages import accepted_message, finished_message, injected_message
 from penstock.service.streaming.outbox import RequestReceiver
-from penstock.service.streaming.parsed_output import ParsingReceiver
 from penstock.service.telemetry.metrics import End
 from penstock.service.telemetry.request_end import report_end
 from penstock.service.telemetry.tracing import NO_SPAN
@@ -65,6 +58,9 @@ MAX_EARLY_UPDATES = 16
 class RequestLifecycle:
     """One request, from ``begin_request`` to its end. ``receiver.finished`` is called exactly once, as the last of the
     receiver's methods, and ``on_end`` after it."""
+
+    _beginning: PreparedRequest | None = None
+    """Set from its preparation until it is accepted."""
 
     def __init__(
         self,
@@ -252,10 +248,10 @@ class RequestLifecycle:
 
     async def _enter(self, prepare: Prepare, context: StoredContext | None, after: "asyncio.Task[None] | None") -> None:
         try:
-            request, parsers = await self._prepared(prepare, context)
+            prepared = await self._prepared(prepare, context)
             del prepare, context
-            if parsers:
-                self._receiver, self._form = ParsingReceiver(self._receiver, parsers), self._form._replace(parsed=True)
+            self._receiver, self._form = prepared.received_by(self._receiver, self._form)
+            request, self._beginning = prepared.request, prepared
             if after is not None and not after.done():
                 await asyncio.wait({after}, timeout=ORDER_WAIT_S)
             request.deadline = self._deadline
@@ -322,13 +318,15 @@ class RequestLifecycle:
             self._refuse(error)
 
     def _accept(self, event: RequestAccepted) -> None:
-        assert self._request is not None
+        beginning, self._beginning = self._beginning, None
+        assert beginning is not None
         self.was_accepted = True
         if self._span.is_recording:
             self._span.timeline = self._request_context.engine.explain(self.request_id)
-        num_tokens, age_s = len(self._request.prompt_token_ids), time.monotonic() - self._arrival
+        num_tokens, age_s = len(self.prompt_token_ids), time.monotonic() - self._arrival
         ids = (self.ref, self.request_id, self._client_request_id)
-        self._receiver.accepted(accepted_message(*ids, num_tokens, event, age_s))
+        self._receiver.accepted(accepted_message(*ids, num_tokens, event, age_s, beginning.ticket))
+        beginning.replay(self._receiver, self.ref, self._form)
 
     def _refuse(self, error: BaseException) -> None:
         """Ends the request with the status of an exception."""
@@ -373,7 +371,7 @@ class RequestLifecycle:
         self._on_end(self)
         self._report(finished)
         # It refers to this object's sink: a reference cycle, which would remain until the garbage collector runs.
-        self._request = None
+        self._request = self._beginning = None
 
     def _keep(self, context: Context) -> bool:
         assert self._request is not None

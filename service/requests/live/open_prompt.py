@@ -21,9 +21,10 @@ from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.requests.chat import shows_tools
 from penstock.service.requests.contexts import StoredContext
-from penstock.service.requests.generate import PreparedRequest, RequestBuilder, ResponseMode
+from penstock.service.requests.generate import RequestBuilder, ResponseMode
 from penstock.service.requests.live.warm_up import PaidPrefix, PrefixWarmer
 from penstock.service.requests.preparation import Origin
+from penstock.service.requests.resumption import PreparedRequest
 
 _log = logging.getLogger(__name__)
 

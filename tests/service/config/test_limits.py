@@ -100,6 +100,12 @@ def in_a_request(bad: Message, path: str) -> tuple[str, Any, str]:
         case pb.Prediction():
             start.prediction.CopyFrom(bad)
             path = f"prediction.{path}"
+        case pb.ResumeFrom():
+            start.resume_from.CopyFrom(bad)
+            path = f"resume_from.{path}"
+        case pb.ReceivedOutput():
+            start.resume_from.choices.append(bad)
+            path = f"resume_from.choices[0].{path}"
         case pb.StringChoices():
             start.constraint.choices.CopyFrom(bad)
             path = f"constraint.choices.{path}"

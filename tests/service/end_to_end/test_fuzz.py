@@ -6,10 +6,9 @@ off, joined, with fields of another type, with numbers that are too long. They g
 
 import asyncio
 import random
-import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import grpc
@@ -19,6 +18,8 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from wire.broken_bytes import BREAK
+from wire.resumption import resume_randomly, ticket_of
 
 import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
@@ -158,63 +159,6 @@ def random_value(rng: random.Random, field: FieldDescriptor, wildness: float) ->
     return max(-most, min(most - 1, rng.choice(LONG_NUMBERS) * rng.choice((1, -1))))
 
 
-def flip(rng: random.Random, raw: bytes) -> bytes:
-    """Some bits."""
-    broken = bytearray(raw or b"\0")
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        broken[rng.randrange(len(broken))] ^= 1 << rng.randrange(8)
-    return bytes(broken)
-
-
-def cut(rng: random.Random, raw: bytes) -> bytes:
-    """At any place."""
-    return raw[: rng.randrange(len(raw) + 1)]
-
-
-def insert(rng: random.Random, raw: bytes) -> bytes:
-    """Bytes that are no part of it, often a number that never ends."""
-    at = rng.randrange(len(raw) + 1)
-    foreign = rng.choice(
-        (rng.randbytes(rng.randrange(1, 9)), b"\xff" * 11, b"\x80" * 9 + b"\x01", b"\xed\xa0\x80", b"\0")
-    )
-    return raw[:at] + foreign + raw[at:]
-
-
-def double(rng: random.Random, raw: bytes) -> bytes:
-    """A part of it again, elsewhere."""
-    start, stop = sorted(rng.randrange(len(raw) + 1) for _ in range(2))
-    at = rng.randrange(len(raw) + 1)
-    return raw[:at] + raw[start:stop] + raw[at:]
-
-
-def retag(rng: random.Random, raw: bytes) -> bytes:
-    """A field in front, of any number and wire type."""
-    tag = (rng.choice((1, 2, 3, 4, 5, 6, 7, 15, 16, 100)) << 3) | rng.randrange(8)
-    content = rng.choice(
-        (b"", b"\x01", b"\xff\xff\xff\xff\x0f", struct.pack("<d", float("nan")), b"\x02\xff\xfe", b"\x7f")
-    )
-    encoded = bytes([tag]) if tag < 128 else bytes([tag & 127 | 128, tag >> 7])
-    return encoded + content + raw
-
-
-def nest(rng: random.Random, raw: bytes) -> bytes:
-    """In itself, many times."""
-    for _ in range(rng.choice((1, 3, 120))):
-        if len(raw) > 2000:
-            break
-        length = bytes([len(raw)]) if len(raw) < 128 else bytes([len(raw) & 127 | 128, len(raw) >> 7])
-        raw = bytes([rng.randrange(1, 8) << 3 | 2]) + length + raw
-    return raw
-
-
-def noise(rng: random.Random, raw: bytes) -> bytes:
-    """Nothing of it."""
-    return rng.randbytes(rng.choice((0, 1, 5, 100)))
-
-
-BREAK: tuple[Callable[[random.Random, bytes], bytes], ...] = (flip, flip, cut, insert, double, retag, nest, noise)
-
-
 def random_bytes(rng: random.Random, descriptor: Descriptor, wildness: float) -> bytes:
     """A message, broken the more often the wilder it is."""
     raw = random_message(rng, descriptor, wildness).SerializeToString()
@@ -223,14 +167,16 @@ def random_bytes(rng: random.Random, descriptor: Descriptor, wildness: float) ->
     return raw
 
 
-def good_starts(rng: random.Random) -> list[bytes]:
-    """Creates requests that later frames can change and append to. Some have open prompts, and some replace another
-    one. Other refs stay unknown."""
+def good_starts(rng: random.Random, ticket: bytes) -> list[bytes]:
+    """Creates requests that later frames can change and append to. Some have open prompts, some replace another one,
+    and some continue that of the ticket. Other refs stay unknown."""
     sampling = pb.SamplingParams(max_tokens=100, ignore_eos=True)
     frames = []
     for ref in (1, 2, 3, 4):
         older = rng.choice((0, 0, 1, 2, 3))
         start = pb.GenerationStart(ref=ref, text="hi", sampling=sampling, open=rng.random() < 0.5, supersedes=older)
+        if not start.open and rng.random() < 0.3:
+            resume_randomly(rng, start, ticket, VOCAB_SIZE)
         frames += [pb.GenerateRequest(start=start), pb.GenerateRequest(append=pb.GenerationAppend(ref=ref, text="!"))]
     return [frame.SerializeToString() for frame in frames]
 
@@ -244,6 +190,8 @@ class Fuzzer:
     def __init__(self, callers: grpc.aio.Channel, admins: grpc.aio.Channel, seed: int) -> None:
         self.callers = callers
         self.admins = admins
+        self.ticket = b""
+        """What resumes a request for "hi"."""
         self.rng = random.Random(seed)
         self.codes: Counter[str] = Counter()
         self.num_sent = 0
@@ -264,7 +212,7 @@ class Fuzzer:
         wildness = self.rng.choice((0.0, 0.02, 0.1, 0.5))
         frames = [random_bytes(self.rng, method.request, wildness) for _ in range(num_frames)]
         if method.path.endswith("/Generate") and self.rng.random() < 0.5:
-            frames = [*good_starts(self.rng), *frames]
+            frames = [*good_starts(self.rng, self.ticket), *frames]
         self.num_sent += num_frames
         is_watched = method.gives_stream and not method.path.startswith(NOT_WATCHED)
         patience = 0.02 if is_watched else LIMIT_S
@@ -320,6 +268,8 @@ async def fuzz(start_service: Any, caplog: Any, methods: list[Method], num_messa
     service = await start_service(executor, SchedulerConfig(max_num_seqs=64), admin_listen="127.0.0.1:0")
     config = service.engine.config
     fuzzer = Fuzzer(service.channel, service.admin_channel, seed)
+    sampling = pb.SamplingParams(max_tokens=100, ignore_eos=True)
+    fuzzer.ticket = await ticket_of(service, pb.GenerationStart(text="hi", sampling=sampling))
     await fuzzer.send(num_messages, methods)
     assert not fuzzer.faults, "\n".join(fuzzer.faults[:5])
     assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]

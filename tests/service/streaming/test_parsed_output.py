@@ -11,7 +11,7 @@ from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import EngineFinishReason, SequenceDelta, StopMatch
 from penstock.service.parsers.registry import make_parser
 from penstock.service.streaming.messages import fill_delta
-from penstock.service.streaming.parsed_output import ParsingReceiver
+from penstock.service.streaming.parsed_output import ParsedChoice, ParsingReceiver
 from penstock.service.streaming.pending_message import MAX_PART_BYTES, OutputForm, delta_bytes, split_delta
 
 OUTPUTS = Path(__file__).parents[2] / "gateway" / "tool_outputs"
@@ -76,7 +76,7 @@ def deltas_of(text, cuts, end):
 
 def parse(parser, text, cuts=(), end=StopMatch(STOP, stop_token_id=EOS)):  # noqa: B008 - it is frozen
     receiver = Receiver()
-    parsing = ParsingReceiver(receiver, [parser])
+    parsing = ParsingReceiver(receiver, [ParsedChoice(0, parser)])
     for delta in deltas_of(text, cuts, end):
         parsing.delta(7, delta, FORM, at_once=False)
     parsing.finished(pb.Finished(reason=pb.FINISH_REASON_STOP if end.reason is STOP else pb.FINISH_REASON_LENGTH))
@@ -161,7 +161,7 @@ def test_the_stop_token_is_not_reasoning():
 def test_tokens_of_a_stop_string_come_with_the_end():
     """They are in no text, and have no length there."""
     receiver = Receiver()
-    parsing = ParsingReceiver(receiver, [make_parser("hermes", "think")])
+    parsing = ParsingReceiver(receiver, [ParsedChoice(0, make_parser("hermes", "think"))])
     end = StopMatch(STOP, stop="END")
     parsing.delta(7, SequenceDelta(0, [1, 2, 3], "ab", None, end, [1, 3, 1]), FORM, at_once=False)
     (delta,) = receiver.deltas
@@ -195,7 +195,7 @@ def test_a_delta_that_is_too_large_is_split():
                 found.append(part)
 
     receiver = Splitting()
-    parsing = ParsingReceiver(receiver, [make_parser("hermes", "think")])
+    parsing = ParsingReceiver(receiver, [ParsedChoice(0, make_parser("hermes", "think"))])
     for delta in deltas_of(text, [], StopMatch(STOP, stop_token_id=EOS)):
         parsing.delta(7, delta, FORM, at_once=False)
     assert len(found) > 5

@@ -88,6 +88,9 @@ def bad_lists(bound: Any, of_what: str) -> Iterator[tuple[Any, str]]:
             yield [pb.EmbedInput(text="x")] * (high + 1), ""
             long = pb.EmbedInput(token_ids=pb.TokenIds(ids=[0] * (kinds.MAX_UNCUT_IDS + 1)))
             yield [pb.EmbedInput(text="x"), long], "[1].token_ids.ids"
+        case kinds.Items() if of_what == "ReceivedOutput":
+            yield [pb.ReceivedOutput()] * (high + 1), ""
+            yield [pb.ReceivedOutput(), pb.ReceivedOutput(token_ids=[LIMITS.vocab_size])], "[1].token_ids[0]"
         case _:
             yield [pb.TenantSettings(tenant="x")] * (high + 1), ""
             yield [pb.TenantSettings(tenant="x"), pb.TenantSettings(weight=-1)], "[1].weight"

@@ -1,0 +1,223 @@
+"""Tickets: what another replica needs, besides a request and the output received so far, to continue the request token
+for token after the service that began it has died.
+
+A ticket has the seed of the sampling, and digests of everything else that decides the next token: the model, how it is
+computed, the prompt and the sampling. It needs no secret. Everything in it is something that its caller could send by
+itself, and the replica computes each digest again: a forged ticket only gives its forger the seed of its choice.
+"""
+
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+import penstock.v1 as pb
+from penstock.models.checkpoint.digest import DIGEST_BYTES, CheckpointDigest, short_digest
+from penstock.scheduler.plan import SamplingParams, WorkerFacts
+from penstock.scheduler.planning.output_buffer import resume_output
+from penstock.scheduler.request import Request, ResumedSequence, SequenceDelta
+from penstock.service.config.limits import MAX_RESUMED_TOKENS, Validator
+from penstock.service.config.sampling_defaults import SamplingDefaults
+from penstock.service.errors import Reason, ServiceError, invalid
+from penstock.service.parsers.base import AnswerParser
+from penstock.service.streaming.outbox import RequestReceiver
+from penstock.service.streaming.parsed_output import ParsedChoice, ParsingReceiver
+from penstock.service.streaming.pending_message import OutputForm
+from penstock.service.streaming.resumed_output import ResumingReceiver
+
+_VERSION = 1
+_FIELD = "resume_from.ticket"
+_PARTS = {
+    "tenant": "another tenant",
+    "config": "a model with another config",
+    "weights": "a model with other weights",
+    "tokenizer": "a model with another tokenizer",
+    "numerics": "a service that computes otherwise: its version, backend, instruction set, dtypes or quantization",
+    "limits": "a service with other limits on tokens: the model's context, the KV cache or --generation-config",
+    "prompt": "another prompt: a chat template may have put the date into it",
+    "sampling": "other sampling parameters, of the request or by --generation-config",
+}
+"""The digests in a ticket, in order, and what a ticket with another one is for."""
+_LAYOUT = struct.Struct(f"<Bq{DIGEST_BYTES * len(_PARTS)}s{DIGEST_BYTES}s")
+"""Version, seed, digests, and a checksum of these."""
+
+
+class ReplicaDigests(NamedTuple):
+    """The digests of a service. Two services with the same ones choose the same tokens."""
+
+    config: bytes = bytes(DIGEST_BYTES)
+    weights: bytes = bytes(DIGEST_BYTES)
+    tokenizer: bytes = bytes(DIGEST_BYTES)
+    numerics: bytes = bytes(DIGEST_BYTES)
+    limits: bytes = bytes(DIGEST_BYTES)
+
+
+UNKNOWN_REPLICA = ReplicaDigests()
+"""For a service whose model has no files."""
+
+
+def digest_replica(
+    checkpoint: CheckpointDigest, version: str, facts: WorkerFacts, max_sequence_tokens: int, defaults: SamplingDefaults
+) -> ReplicaDigests:
+    """Digests a service by its model's files, its version, what its worker reports, and its limits on tokens."""
+    numerics = (
+        version,
+        facts.backend,
+        facts.device.partition(":")[0],
+        facts.instruction_set,
+        facts.dtype,
+        facts.kv_cache_dtype,
+        facts.quantization,
+        facts.vocab_size,
+        facts.block_size,
+        facts.tensor_parallel_size,
+    )
+    given = defaults.sampling
+    limits = (max_sequence_tokens, defaults.token_limit, given.max_tokens if given.HasField("max_tokens") else None)
+    return ReplicaDigests(*checkpoint, short_digest(repr(numerics).encode()), short_digest(repr(limits).encode()))
+
+
+class PreparedRequest(NamedTuple):
+    """A request that is ready for the queue."""
+
+    request: Request
+    choices: Sequence[ParsedChoice]
+    """One for each choice; none if the output is not parsed."""
+    ticket: bytes = b""
+    received: Sequence[pb.ReceivedOutput] = ()
+    """What its caller has of each choice, if it continues the request of another replica."""
+    replayed: Sequence[SequenceDelta] = ()
+    """The output that its resumed tokens release. It is parsed already, because that may take long."""
+
+    def received_by(self, receiver: RequestReceiver, form: OutputForm) -> tuple[RequestReceiver, OutputForm]:
+        """Returns the receiver of the engine's output, which parses it and drops what the caller has, and its form."""
+        if self.received:
+            receiver = ResumingReceiver(receiver, self.received)
+        if self.choices:
+            receiver, form = ParsingReceiver(receiver, self.choices), form._replace(parsed=True)
+        return receiver, form
+
+    def replay(self, receiver: RequestReceiver, ref: int, form: OutputForm) -> None:
+        """Passes the output of the resumed tokens to the receiver of the engine's output."""
+        for delta in self.replayed:
+            receiver.delta(ref, delta, form, False)
+
+
+class Tickets:
+    """Issues and honours tickets for one served model."""
+
+    def __init__(self, replica: ReplicaDigests, validator: Validator) -> None:
+        self._replica = replica
+        self._validator = validator
+
+    def check(self, start: pb.GenerationStart) -> None:
+        """Checks a start that resumes a request, except for its tokens. Raises ServiceError."""
+        if not start.HasField("resume_from"):
+            return
+        if start.open:
+            raise ServiceError(Reason.NOT_RESUMABLE, "an open prompt cannot be resumed; send all of it", field="open")
+        if start.output.HasField("prompt_logprobs"):
+            message = "log-probabilities of a prompt cannot be resumed; omit them, or send the request anew"
+            raise ServiceError(Reason.NOT_RESUMABLE, message, field="output.prompt_logprobs")
+        number, n = len(start.resume_from.choices), start.sampling.n or 1
+        if number != n:
+            raise invalid("resume_from.choices", f"must have one for each of the n choices, {n}; it has {number}")
+        total = sum(len(choice.token_ids) for choice in start.resume_from.choices)
+        if total > MAX_RESUMED_TOKENS:
+            problem = f"may have {MAX_RESUMED_TOKENS:,} token_ids in all; they have {total:,}: send the request anew"
+            raise invalid("resume_from.choices", problem)
+        _read(start.resume_from.ticket)
+
+    def seed(self, start: pb.GenerationStart, tenant: str) -> int | None:
+        """Returns the seed of the request that a start resumes; None if it is a new one. Raises ServiceError if its
+        ticket is for another tenant or another service. ``start`` has passed ``check``."""
+        if not start.HasField("resume_from"):
+            return None
+        seed, digests = _read(start.resume_from.ticket)
+        _compare(digests, (_tenant(tenant), *self._replica))
+        if start.sampling.HasField("seed") and start.sampling.seed != seed:
+            raise _mismatch("sampling")
+        return seed
+
+    def prepared(self, request: Request, parsers: Sequence[AnswerParser], start: pb.GenerationStart) -> PreparedRequest:
+        """Returns a request with its ticket, and with the output that it resumes. Raises ServiceError."""
+        sampling = request.sampling
+        own = (
+            _tenant(request.tenant),
+            *self._replica,
+            short_digest(request.tenant.encode(), array("I", request.prompt_token_ids).tobytes()),
+            short_digest(_sampling(sampling)),
+        )
+        content = _LAYOUT.pack(_VERSION, sampling.seed, b"".join(own), b"")[:-DIGEST_BYTES]
+        choices = [ParsedChoice(index, parser) for index, parser in enumerate(parsers)]
+        prepared = PreparedRequest(request, choices, content + short_digest(content))
+        if not start.HasField("resume_from"):
+            return prepared
+        _compare(_read(start.resume_from.ticket)[1], own)
+        received = start.resume_from.choices
+        if any(choice.token_ids for choice in received):
+            prepared = prepared._replace(replayed=self._replay(request, choices, received))
+        return prepared._replace(received=received)
+
+    def _replay(
+        self, request: Request, choices: Sequence[ParsedChoice], received: Sequence[pb.ReceivedOutput]
+    ) -> list[SequenceDelta]:
+        """Brings the sequences of a request, and its parsers, to where the received tokens end; returns the output that
+        these release. Raises ServiceError for tokens that no output can begin with."""
+        sequences: list[ResumedSequence] = []
+        replayed: list[SequenceDelta] = []
+        for index, choice in enumerate(received):
+            field = f"resume_from.choices[{index}].token_ids"
+            number = len(choice.token_ids)
+            if number > request.max_tokens:
+                raise invalid(field, f"at most {request.max_tokens:,}, the maximum of output tokens; it has {number:,}")
+            self._validator.check_ids(choice.token_ids, field)
+            sequence, delta = resume_output(request, index, choice.token_ids)
+            if sequence.output.num_tokens < number:
+                problem = f"the output ends with the token at {sequence.output.num_tokens - 1}, and {number} are given"
+                raise invalid(field, problem)
+            sequences.append(sequence)
+            if delta is not None and choices:
+                delta = choices[index].parse(delta)
+            if delta is not None:
+                replayed.append(delta)
+        request.resumed = sequences
+        return replayed
+
+
+def _tenant(tenant: str) -> bytes:
+    return short_digest(b"tenant", tenant.encode())
+
+
+def _sampling(sampling: SamplingParams) -> bytes:
+    """Returns how tokens are chosen, without the seed, as bytes."""
+    return msgspec.json.encode(msgspec.structs.replace(sampling, seed=0, logprobs=None, prompt_logprobs=None))
+
+
+def _read(ticket: bytes) -> tuple[int, Sequence[bytes]]:
+    """Returns the seed and the digests in a ticket. Raises ServiceError if it is damaged."""
+    content, checksum = ticket[:-DIGEST_BYTES], ticket[-DIGEST_BYTES:]
+    if len(ticket) != _LAYOUT.size or checksum != short_digest(content):
+        raise ServiceError(Reason.TICKET_INVALID, field=_FIELD)
+    version, seed, digests, _ = _LAYOUT.unpack(ticket)
+    if version != _VERSION or seed < 0:
+        raise ServiceError(Reason.TICKET_INVALID, field=_FIELD)
+    return seed, [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+
+
+def _compare(given: Sequence[bytes], own: Sequence[bytes]) -> None:
+    """Raises ServiceError for the first digest that differs; ``own`` may have only the first ones."""
+    for name, one, other in zip(_PARTS, given, own, strict=False):
+        if one != other:
+            raise _mismatch(name)
+
+
+def _mismatch(part: str) -> ServiceError:
+    return ServiceError(
+        Reason.TICKET_MISMATCH,
+        f"{_FIELD}: it is for {_PARTS[part]}; send the request to a replica that is configured like the first, or anew",
+        field=_FIELD,
+        metadata={"differs": part},
+    )
