@@ -64,7 +64,7 @@ def forks():
     command = [sys.executable, "-P", "-c", FORKS]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
-        process.stdin.close()
+        process.communicate()
 
 
 class Completions:
