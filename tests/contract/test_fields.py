@@ -115,7 +115,7 @@ def test_nothing_is_redacted_that_is_listed_as_harmless() -> None:
 
 
 UNIT = re.compile(r"_(ns|us|ms|s|sec|secs|seconds|millis|micros|minutes|unix)(_\w+)?$")
-HOT_FILES = {"generation", "output"}
+HOT_FILES = {"generation", "generation_request", "output"}
 """Messages of every request and step, which have no messages for times."""
 
 

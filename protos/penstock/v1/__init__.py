@@ -8,6 +8,7 @@ from penstock.v1.constraint_pb2 import *
 from penstock.v1.embedding_pb2 import *
 from penstock.v1.error_pb2 import *
 from penstock.v1.generation_pb2 import *
+from penstock.v1.generation_request_pb2 import *
 from penstock.v1.kv_event_pb2 import *
 from penstock.v1.live_request_pb2 import *
 from penstock.v1.model_pb2 import *

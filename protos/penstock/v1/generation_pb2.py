@@ -24,15 +24,12 @@ _sym_db = _symbol_database.Default()
 
 from google.api import annotations_pb2 as google_dot_api_dot_annotations__pb2
 from google.rpc import status_pb2 as google_dot_rpc_dot_status__pb2
-from penstock.v1 import constraint_pb2 as penstock_dot_v1_dot_constraint__pb2
+from penstock.v1 import generation_request_pb2 as penstock_dot_v1_dot_generation__request__pb2
 from penstock.v1 import output_pb2 as penstock_dot_v1_dot_output__pb2
-from penstock.v1 import prompt_pb2 as penstock_dot_v1_dot_prompt__pb2
-from penstock.v1 import resumption_pb2 as penstock_dot_v1_dot_resumption__pb2
-from penstock.v1 import sampling_pb2 as penstock_dot_v1_dot_sampling__pb2
 from penstock.v1 import state_pb2 as penstock_dot_v1_dot_state__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpenstock/v1/generation.proto\x12\x0bpenstock.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x17google/rpc/status.proto\x1a\x1cpenstock/v1/constraint.proto\x1a\x18penstock/v1/output.proto\x1a\x18penstock/v1/prompt.proto\x1a\x1cpenstock/v1/resumption.proto\x1a\x1apenstock/v1/sampling.proto\x1a\x17penstock/v1/state.proto\"A\n\x12GenerateOneRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.GenerationStart\"\xec\x01\n\x13GenerateOneResponse\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x15.penstock.v1.Accepted\x12\x34\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1b.penstock.v1.PromptLogprobs\x12\"\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x12.penstock.v1.Delta\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.penstock.v1.Finished\x12)\n\theartbeat\x18\x05 \x01(\x0b\x32\x16.penstock.v1.Heartbeat\">\n\x0f\x43ompleteRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.GenerationStart\"\xab\x01\n\x10\x43ompleteResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x13.penstock.v1.Choice\x12\'\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.penstock.v1.Finished\x12\x34\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.penstock.v1.PromptLogprobs\"\x8d\x02\n\x0fGenerateRequest\x12-\n\x05start\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.GenerationStartH\x00\x12/\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x1d.penstock.v1.GenerationCancelH\x00\x12/\n\x06update\x18\x03 \x01(\x0b\x32\x1d.penstock.v1.GenerationUpdateH\x00\x12/\n\x06\x61ppend\x18\x04 \x01(\x0b\x32\x1d.penstock.v1.GenerationAppendH\x00\x12/\n\x06\x63ommit\x18\x05 \x01(\x0b\x32\x1d.penstock.v1.GenerationCommitH\x00\x42\x07\n\x05\x66rame\"\xc2\x07\n\x0fGenerationStart\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\x13\n\x04text\x18\x02 \x01(\tB\x03\x80\x01\x01H\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.penstock.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.penstock.v1.ChatH\x00\x12\r\n\x05model\x18\x05 \x01(\t\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.penstock.v1.SamplingParams\x12*\n\x06output\x18\x07 \x01(\x0b\x32\x1a.penstock.v1.OutputOptions\x12+\n\nconstraint\x18\x08 \x01(\x0b\x32\x17.penstock.v1.Constraint\x12\x15\n\rcontinue_from\x18\t \x01(\t\x12\x0c\n\x04open\x18\n \x01(\x08\x12\x17\n\ntimeout_ms\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x15\n\x08priority\x18\x0c \x01(\x11H\x02\x88\x01\x01\x12\x0e\n\x06tenant\x18\r \x01(\t\x12\x13\n\x0btraceparent\x18\x0e \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x0f \x01(\t\x12\x17\n\x0fidempotency_key\x18\x10 \x01(\t\x12\x16\n\tretain_ms\x18\x11 \x01(\rH\x03\x88\x01\x01\x12,\n\x0bretain_mode\x18\x12 \x01(\x0e\x32\x17.penstock.v1.RetainMode\x12\x1d\n\x10max_draft_tokens\x18\x13 \x01(\rH\x04\x88\x01\x01\x12#\n\x16truncate_prompt_tokens\x18\x14 \x01(\x11H\x05\x88\x01\x01\x12\x34\n\x0ftruncation_side\x18\x15 \x01(\x0e\x32\x1b.penstock.v1.TruncationSide\x12+\n\nprediction\x18\x16 \x01(\x0b\x32\x17.penstock.v1.Prediction\x12\x12\n\nsupersedes\x18\x17 \x01(\r\x12\x18\n\x0bttft_slo_ms\x18\x18 \x01(\rH\x06\x88\x01\x01\x12\x18\n\x0btpot_slo_ms\x18\x19 \x01(\rH\x07\x88\x01\x01\x12\x12\n\nsession_id\x18\x1a \x01(\t\x12,\n\x0bresume_from\x18\x1b \x01(\x0b\x32\x17.penstock.v1.ResumeFromB\x08\n\x06promptB\r\n\x0b_timeout_msB\x0b\n\t_priorityB\x0c\n\n_retain_msB\x13\n\x11_max_draft_tokensB\x19\n\x17_truncate_prompt_tokensB\x0e\n\x0c_ttft_slo_msB\x0e\n\x0c_tpot_slo_ms\"X\n\nPrediction\x12\x13\n\x04text\x18\x01 \x01(\tB\x03\x80\x01\x01H\x00\x12*\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x15.penstock.v1.TokenIdsH\x00\x42\t\n\x07\x63ontent\" \n\x10GenerationCancel\x12\x0c\n\x04refs\x18\x01 \x03(\r\"\x93\x01\n\x10GenerationUpdate\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\x17\n\ntimeout_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x15\n\x08priority\x18\x03 \x01(\x11H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x02\x88\x01\x01\x42\r\n\x0b_timeout_msB\x0b\n\t_priorityB\r\n\x0b_max_tokens\"\xcd\x01\n\x10GenerationAppend\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\x13\n\x04text\x18\x02 \x01(\tB\x03\x80\x01\x01H\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.penstock.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x11.penstock.v1.ChatH\x00\x12\x19\n\x0creplace_from\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x11\n\tappend_id\x18\x06 \x01(\rB\t\n\x07\x63ontentB\x0f\n\r_replace_from\"\x1f\n\x10GenerationCommit\x12\x0b\n\x03ref\x18\x01 \x01(\r\"\xc5\x02\n\x10GenerateResponse\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x03(\x0b\x32\x15.penstock.v1.Accepted\x12\x34\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1b.penstock.v1.PromptLogprobs\x12\'\n\x08injected\x18\x03 \x03(\x0b\x32\x15.penstock.v1.Injected\x12\"\n\x06\x64\x65ltas\x18\x04 \x03(\x0b\x32\x12.penstock.v1.Delta\x12\x31\n\x0e\x66rames_refused\x18\x05 \x03(\x0b\x32\x19.penstock.v1.FrameRefused\x12\'\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x15.penstock.v1.Finished\x12)\n\theartbeat\x18\x07 \x01(\x0b\x32\x16.penstock.v1.Heartbeat\"\xd9\x01\n\x08\x41\x63\x63\x65pted\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x16\n\x0equeue_position\x18\x05 \x01(\r\x12\x1e\n\x11predicted_ttft_ms\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11\x63lient_request_id\x18\x07 \x01(\t\x12\x15\n\rresume_ticket\x18\x08 \x01(\x0c\x42\x14\n\x12_predicted_ttft_ms\"5\n\tHeartbeat\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.penstock.v1.ServiceState\"y\n\x0c\x46rameRefused\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12%\n\x05\x66rame\x18\x03 \x01(\x0e\x32\x16.penstock.v1.FrameKind\x12\x11\n\tappend_id\x18\x04 \x01(\r\"[\n\x08Injected\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x17\n\x0finjected_tokens\x18\x03 \x01(\r\x12\x12\n\nappend_ids\x18\x04 \x03(\r\">\n\x0fPrefetchRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.GenerationStart\"@\n\x10PrefetchResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"5\n\x0eReleaseRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\".\n\x0fReleaseResponse\x12\x1b\n\x13unknown_request_ids\x18\x01 \x03(\t*?\n\nRetainMode\x12\x1b\n\x17RETAIN_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10RETAIN_MODE_AUTO\x10\x01*\x99\x01\n\tFrameKind\x12\x1a\n\x16\x46RAME_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10\x46RAME_KIND_START\x10\x01\x12\x15\n\x11\x46RAME_KIND_CANCEL\x10\x02\x12\x15\n\x11\x46RAME_KIND_UPDATE\x10\x03\x12\x15\n\x11\x46RAME_KIND_APPEND\x10\x04\x12\x15\n\x11\x46RAME_KIND_COMMIT\x10\x05\x32\xa5\x04\n\x11GenerationService\x12W\n\x0bGenerateOne\x12\x1f.penstock.v1.GenerateOneRequest\x1a .penstock.v1.GenerateOneResponse\"\x03\x90\x02\x00\x30\x01\x12w\n\x08\x43omplete\x12\x1c.penstock.v1.CompleteRequest\x1a\x1d.penstock.v1.CompleteResponse\".\x90\x02\x00\x82\xd3\xe4\x93\x02%\" /penstock/v1/generation:complete:\x01*\x12P\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse\"\x03\x90\x02\x00(\x01\x30\x01\x12w\n\x08Prefetch\x12\x1c.penstock.v1.PrefetchRequest\x1a\x1d.penstock.v1.PrefetchResponse\".\x90\x02\x02\x82\xd3\xe4\x93\x02%\" /penstock/v1/generation:prefetch:\x01*\x12s\n\x07Release\x12\x1b.penstock.v1.ReleaseRequest\x1a\x1c.penstock.v1.ReleaseResponse\"-\x90\x02\x02\x82\xd3\xe4\x93\x02$\"\x1f/penstock/v1/generation:release:\x01*BP\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cpenstock/v1/generation.proto\x12\x0bpenstock.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x17google/rpc/status.proto\x1a$penstock/v1/generation_request.proto\x1a\x18penstock/v1/output.proto\x1a\x17penstock/v1/state.proto\"A\n\x12GenerateOneRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.GenerationStart\"\xec\x01\n\x13GenerateOneResponse\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x15.penstock.v1.Accepted\x12\x34\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1b.penstock.v1.PromptLogprobs\x12\"\n\x06\x64\x65ltas\x18\x03 \x03(\x0b\x32\x12.penstock.v1.Delta\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x15.penstock.v1.Finished\x12)\n\theartbeat\x18\x05 \x01(\x0b\x32\x16.penstock.v1.Heartbeat\">\n\x0f\x43ompleteRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.GenerationStart\"\xab\x01\n\x10\x43ompleteResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x13.penstock.v1.Choice\x12\'\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.penstock.v1.Finished\x12\x34\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.penstock.v1.PromptLogprobs\"\xc5\x02\n\x10GenerateResponse\x12\'\n\x08\x61\x63\x63\x65pted\x18\x01 \x03(\x0b\x32\x15.penstock.v1.Accepted\x12\x34\n\x0fprompt_logprobs\x18\x02 \x03(\x0b\x32\x1b.penstock.v1.PromptLogprobs\x12\'\n\x08injected\x18\x03 \x03(\x0b\x32\x15.penstock.v1.Injected\x12\"\n\x06\x64\x65ltas\x18\x04 \x03(\x0b\x32\x12.penstock.v1.Delta\x12\x31\n\x0e\x66rames_refused\x18\x05 \x03(\x0b\x32\x19.penstock.v1.FrameRefused\x12\'\n\x08\x66inished\x18\x06 \x03(\x0b\x32\x15.penstock.v1.Finished\x12)\n\theartbeat\x18\x07 \x01(\x0b\x32\x16.penstock.v1.Heartbeat\"\xd9\x01\n\x08\x41\x63\x63\x65pted\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x16\n\x0equeue_position\x18\x05 \x01(\r\x12\x1e\n\x11predicted_ttft_ms\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x19\n\x11\x63lient_request_id\x18\x07 \x01(\t\x12\x15\n\rresume_ticket\x18\x08 \x01(\x0c\x42\x14\n\x12_predicted_ttft_ms\"5\n\tHeartbeat\x12(\n\x05state\x18\x01 \x01(\x0e\x32\x19.penstock.v1.ServiceState\"y\n\x0c\x46rameRefused\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\"\n\x06status\x18\x02 \x01(\x0b\x32\x12.google.rpc.Status\x12%\n\x05\x66rame\x18\x03 \x01(\x0e\x32\x16.penstock.v1.FrameKind\x12\x11\n\tappend_id\x18\x04 \x01(\r\"[\n\x08Injected\x12\x0b\n\x03ref\x18\x01 \x01(\r\x12\x15\n\routput_tokens\x18\x02 \x01(\r\x12\x17\n\x0finjected_tokens\x18\x03 \x01(\r\x12\x12\n\nappend_ids\x18\x04 \x03(\r\">\n\x0fPrefetchRequest\x12+\n\x05start\x18\x01 \x01(\x0b\x32\x1c.penstock.v1.GenerationStart\"@\n\x10PrefetchResponse\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\"5\n\x0eReleaseRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\".\n\x0fReleaseResponse\x12\x1b\n\x13unknown_request_ids\x18\x01 \x03(\t*\x99\x01\n\tFrameKind\x12\x1a\n\x16\x46RAME_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10\x46RAME_KIND_START\x10\x01\x12\x15\n\x11\x46RAME_KIND_CANCEL\x10\x02\x12\x15\n\x11\x46RAME_KIND_UPDATE\x10\x03\x12\x15\n\x11\x46RAME_KIND_APPEND\x10\x04\x12\x15\n\x11\x46RAME_KIND_COMMIT\x10\x05\x32\xa5\x04\n\x11GenerationService\x12W\n\x0bGenerateOne\x12\x1f.penstock.v1.GenerateOneRequest\x1a .penstock.v1.GenerateOneResponse\"\x03\x90\x02\x00\x30\x01\x12w\n\x08\x43omplete\x12\x1c.penstock.v1.CompleteRequest\x1a\x1d.penstock.v1.CompleteResponse\".\x90\x02\x00\x82\xd3\xe4\x93\x02%\" /penstock/v1/generation:complete:\x01*\x12P\n\x08Generate\x12\x1c.penstock.v1.GenerateRequest\x1a\x1d.penstock.v1.GenerateResponse\"\x03\x90\x02\x00(\x01\x30\x01\x12w\n\x08Prefetch\x12\x1c.penstock.v1.PrefetchRequest\x1a\x1d.penstock.v1.PrefetchResponse\".\x90\x02\x02\x82\xd3\xe4\x93\x02%\" /penstock/v1/generation:prefetch:\x01*\x12s\n\x07Release\x12\x1b.penstock.v1.ReleaseRequest\x1a\x1c.penstock.v1.ReleaseResponse\"-\x90\x02\x02\x82\xd3\xe4\x93\x02$\"\x1f/penstock/v1/generation:release:\x01*BP\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,12 +37,6 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'penstock.v1.generation_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017dev.penstock.v1P\001Z\'penstock.dev/gen/penstock/v1;penstockv1\242\002\003PNS\252\002\013Penstock.V1'
-  _globals['_GENERATIONSTART'].fields_by_name['text']._loaded_options = None
-  _globals['_GENERATIONSTART'].fields_by_name['text']._serialized_options = b'\200\001\001'
-  _globals['_PREDICTION'].fields_by_name['text']._loaded_options = None
-  _globals['_PREDICTION'].fields_by_name['text']._serialized_options = b'\200\001\001'
-  _globals['_GENERATIONAPPEND'].fields_by_name['text']._loaded_options = None
-  _globals['_GENERATIONAPPEND'].fields_by_name['text']._serialized_options = b'\200\001\001'
   _globals['_GENERATIONSERVICE'].methods_by_name['GenerateOne']._loaded_options = None
   _globals['_GENERATIONSERVICE'].methods_by_name['GenerateOne']._serialized_options = b'\220\002\000'
   _globals['_GENERATIONSERVICE'].methods_by_name['Complete']._loaded_options = None
@@ -56,50 +47,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATIONSERVICE'].methods_by_name['Prefetch']._serialized_options = b'\220\002\002\202\323\344\223\002%\" /penstock/v1/generation:prefetch:\001*'
   _globals['_GENERATIONSERVICE'].methods_by_name['Release']._loaded_options = None
   _globals['_GENERATIONSERVICE'].methods_by_name['Release']._serialized_options = b'\220\002\002\202\323\344\223\002$\"\037/penstock/v1/generation:release:\001*'
-  _globals['_RETAINMODE']._serialized_start=3613
-  _globals['_RETAINMODE']._serialized_end=3676
-  _globals['_FRAMEKIND']._serialized_start=3679
-  _globals['_FRAMEKIND']._serialized_end=3832
-  _globals['_GENERATEONEREQUEST']._serialized_start=265
-  _globals['_GENERATEONEREQUEST']._serialized_end=330
-  _globals['_GENERATEONERESPONSE']._serialized_start=333
-  _globals['_GENERATEONERESPONSE']._serialized_end=569
-  _globals['_COMPLETEREQUEST']._serialized_start=571
-  _globals['_COMPLETEREQUEST']._serialized_end=633
-  _globals['_COMPLETERESPONSE']._serialized_start=636
-  _globals['_COMPLETERESPONSE']._serialized_end=807
-  _globals['_GENERATEREQUEST']._serialized_start=810
-  _globals['_GENERATEREQUEST']._serialized_end=1079
-  _globals['_GENERATIONSTART']._serialized_start=1082
-  _globals['_GENERATIONSTART']._serialized_end=2044
-  _globals['_PREDICTION']._serialized_start=2046
-  _globals['_PREDICTION']._serialized_end=2134
-  _globals['_GENERATIONCANCEL']._serialized_start=2136
-  _globals['_GENERATIONCANCEL']._serialized_end=2168
-  _globals['_GENERATIONUPDATE']._serialized_start=2171
-  _globals['_GENERATIONUPDATE']._serialized_end=2318
-  _globals['_GENERATIONAPPEND']._serialized_start=2321
-  _globals['_GENERATIONAPPEND']._serialized_end=2526
-  _globals['_GENERATIONCOMMIT']._serialized_start=2528
-  _globals['_GENERATIONCOMMIT']._serialized_end=2559
-  _globals['_GENERATERESPONSE']._serialized_start=2562
-  _globals['_GENERATERESPONSE']._serialized_end=2887
-  _globals['_ACCEPTED']._serialized_start=2890
-  _globals['_ACCEPTED']._serialized_end=3107
-  _globals['_HEARTBEAT']._serialized_start=3109
-  _globals['_HEARTBEAT']._serialized_end=3162
-  _globals['_FRAMEREFUSED']._serialized_start=3164
-  _globals['_FRAMEREFUSED']._serialized_end=3285
-  _globals['_INJECTED']._serialized_start=3287
-  _globals['_INJECTED']._serialized_end=3378
-  _globals['_PREFETCHREQUEST']._serialized_start=3380
-  _globals['_PREFETCHREQUEST']._serialized_end=3442
-  _globals['_PREFETCHRESPONSE']._serialized_start=3444
-  _globals['_PREFETCHRESPONSE']._serialized_end=3508
-  _globals['_RELEASEREQUEST']._serialized_start=3510
-  _globals['_RELEASEREQUEST']._serialized_end=3563
-  _globals['_RELEASERESPONSE']._serialized_start=3565
-  _globals['_RELEASERESPONSE']._serialized_end=3611
-  _globals['_GENERATIONSERVICE']._serialized_start=3835
-  _globals['_GENERATIONSERVICE']._serialized_end=4384
+  _globals['_FRAMEKIND']._serialized_start=1786
+  _globals['_FRAMEKIND']._serialized_end=1939
+  _globals['_GENERATEONEREQUEST']._serialized_start=189
+  _globals['_GENERATEONEREQUEST']._serialized_end=254
+  _globals['_GENERATEONERESPONSE']._serialized_start=257
+  _globals['_GENERATEONERESPONSE']._serialized_end=493
+  _globals['_COMPLETEREQUEST']._serialized_start=495
+  _globals['_COMPLETEREQUEST']._serialized_end=557
+  _globals['_COMPLETERESPONSE']._serialized_start=560
+  _globals['_COMPLETERESPONSE']._serialized_end=731
+  _globals['_GENERATERESPONSE']._serialized_start=734
+  _globals['_GENERATERESPONSE']._serialized_end=1059
+  _globals['_ACCEPTED']._serialized_start=1062
+  _globals['_ACCEPTED']._serialized_end=1279
+  _globals['_HEARTBEAT']._serialized_start=1281
+  _globals['_HEARTBEAT']._serialized_end=1334
+  _globals['_FRAMEREFUSED']._serialized_start=1336
+  _globals['_FRAMEREFUSED']._serialized_end=1457
+  _globals['_INJECTED']._serialized_start=1459
+  _globals['_INJECTED']._serialized_end=1550
+  _globals['_PREFETCHREQUEST']._serialized_start=1552
+  _globals['_PREFETCHREQUEST']._serialized_end=1614
+  _globals['_PREFETCHRESPONSE']._serialized_start=1616
+  _globals['_PREFETCHRESPONSE']._serialized_end=1680
+  _globals['_RELEASEREQUEST']._serialized_start=1682
+  _globals['_RELEASEREQUEST']._serialized_end=1735
+  _globals['_RELEASERESPONSE']._serialized_start=1737
+  _globals['_RELEASERESPONSE']._serialized_end=1783
+  _globals['_GENERATIONSERVICE']._serialized_start=1942
+  _globals['_GENERATIONSERVICE']._serialized_end=2491
 # @@protoc_insertion_point(module_scope)

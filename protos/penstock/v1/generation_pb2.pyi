@@ -9,11 +9,8 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.rpc import status_pb2 as _status_pb2
-from penstock.v1 import constraint_pb2 as _constraint_pb2
+from penstock.v1 import generation_request_pb2 as _generation_request_pb2
 from penstock.v1 import output_pb2 as _output_pb2
-from penstock.v1 import prompt_pb2 as _prompt_pb2
-from penstock.v1 import resumption_pb2 as _resumption_pb2
-from penstock.v1 import sampling_pb2 as _sampling_pb2
 from penstock.v1 import state_pb2 as _state_pb2
 import builtins as _builtins
 import sys
@@ -25,34 +22,6 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class _RetainMode:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _RetainModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RetainMode.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    RETAIN_MODE_UNSPECIFIED: _RetainMode.ValueType  # 0
-    """Means the default of `retain_ms`."""
-    RETAIN_MODE_AUTO: _RetainMode.ValueType  # 1
-    """By how soon the tenant's requests continue others: twice the time within which 95 % of the last 64 did, at least 2 s
-    and at most `--conversation-ttl`; 20 s while fewer than 8 have. For agents, which mostly return within seconds. A
-    request with the `session_id` of an ended request also counts as its continuation. Once a session has 8 such times,
-    its own are used.
-    """
-
-class RetainMode(_RetainMode, metaclass=_RetainModeEnumTypeWrapper):
-    """How the time is chosen for which the KV cache of a context is kept."""
-
-RETAIN_MODE_UNSPECIFIED: RetainMode.ValueType  # 0
-"""Means the default of `retain_ms`."""
-RETAIN_MODE_AUTO: RetainMode.ValueType  # 1
-"""By how soon the tenant's requests continue others: twice the time within which 95 % of the last 64 did, at least 2 s
-and at most `--conversation-ttl`; 20 s while fewer than 8 have. For agents, which mostly return within seconds. A
-request with the `session_id` of an ended request also counts as its continuation. Once a session has 8 such times,
-its own are used.
-"""
-Global___RetainMode: _TypeAlias = RetainMode  # noqa: Y015
 
 class _FrameKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -98,13 +67,13 @@ class GenerateOneRequest(_message.Message):
 
     START_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def start(self) -> Global___GenerationStart:
+    def start(self) -> _generation_request_pb2.GenerationStart:
         """What to generate. Required. `start.ref` is ignored, but echoed in every response."""
 
     def __init__(
         self,
         *,
-        start: Global___GenerationStart | None = ...,
+        start: _generation_request_pb2.GenerationStart | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -172,13 +141,13 @@ class CompleteRequest(_message.Message):
 
     START_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def start(self) -> Global___GenerationStart:
+    def start(self) -> _generation_request_pb2.GenerationStart:
         """What to generate. Required. `start.ref` is ignored."""
 
     def __init__(
         self,
         *,
-        start: Global___GenerationStart | None = ...,
+        start: _generation_request_pb2.GenerationStart | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -227,502 +196,6 @@ class CompleteResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CompleteResponse: _TypeAlias = CompleteResponse  # noqa: Y015
-
-@_typing.final
-class GenerateRequest(_message.Message):
-    """A frame from the client on a Generate stream: at most 8 MiB. A larger one ends the stream with RESOURCE_EXHAUSTED.
-
-    Only bytes that are no protobuf message end the stream, and all its requests, with INVALID_ARGUMENT. Any other error
-    is reported in band and affects no other request: that of a `start` in the request's `finished`, or in
-    `frames_refused` if its ref is 0 or that of a live request; that of any other frame in `frames_refused`. A frame has
-    at most 40,000 fields in all its messages. After 64 refused frames in a row, frames are read slowly until a `start` is
-    accepted.
-
-    Open a stream only when there is a frame to send. Until its first frame has arrived, a stream counts among the 16
-    messages of a tenant that may be in flight at once. It ends after 60 s with DEADLINE_EXCEEDED, or after 5 s with
-    RESOURCE_EXHAUSTED if other calls wait for its place. Later frames have no time limit. If unfinished frames hold too
-    much memory, streams of the connections with the most of it end with RESOURCE_EXHAUSTED.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    START_FIELD_NUMBER: _builtins.int
-    CANCEL_FIELD_NUMBER: _builtins.int
-    UPDATE_FIELD_NUMBER: _builtins.int
-    APPEND_FIELD_NUMBER: _builtins.int
-    COMMIT_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def start(self) -> Global___GenerationStart:
-        """Starts a request."""
-
-    @_builtins.property
-    def cancel(self) -> Global___GenerationCancel:
-        """Ends requests early."""
-
-    @_builtins.property
-    def update(self) -> Global___GenerationUpdate:
-        """Changes a live request."""
-
-    @_builtins.property
-    def append(self) -> Global___GenerationAppend:
-        """Adds to the prompt of a live request, or to its output."""
-
-    @_builtins.property
-    def commit(self) -> Global___GenerationCommit:
-        """Ends an open prompt, so that its output begins."""
-
-    def __init__(
-        self,
-        *,
-        start: Global___GenerationStart | None = ...,
-        cancel: Global___GenerationCancel | None = ...,
-        update: Global___GenerationUpdate | None = ...,
-        append: Global___GenerationAppend | None = ...,
-        commit: Global___GenerationCommit | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "cancel", b"cancel", "commit", b"commit", "frame", b"frame", "start", b"start", "update", b"update"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "cancel", b"cancel", "commit", b"commit", "frame", b"frame", "start", b"start", "update", b"update"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["start", "cancel", "update", "append", "commit"]  # noqa: Y015
-    _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
-
-Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
-
-@_typing.final
-class GenerationStart(_message.Message):
-    """Starts a request."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REF_FIELD_NUMBER: _builtins.int
-    TEXT_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    CHAT_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    OUTPUT_FIELD_NUMBER: _builtins.int
-    CONSTRAINT_FIELD_NUMBER: _builtins.int
-    CONTINUE_FROM_FIELD_NUMBER: _builtins.int
-    OPEN_FIELD_NUMBER: _builtins.int
-    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
-    TENANT_FIELD_NUMBER: _builtins.int
-    TRACEPARENT_FIELD_NUMBER: _builtins.int
-    CLIENT_REQUEST_ID_FIELD_NUMBER: _builtins.int
-    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
-    RETAIN_MS_FIELD_NUMBER: _builtins.int
-    RETAIN_MODE_FIELD_NUMBER: _builtins.int
-    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
-    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    TRUNCATION_SIDE_FIELD_NUMBER: _builtins.int
-    PREDICTION_FIELD_NUMBER: _builtins.int
-    SUPERSEDES_FIELD_NUMBER: _builtins.int
-    TTFT_SLO_MS_FIELD_NUMBER: _builtins.int
-    TPOT_SLO_MS_FIELD_NUMBER: _builtins.int
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    RESUME_FROM_FIELD_NUMBER: _builtins.int
-    ref: _builtins.int
-    """The client's number for the request on a Generate stream: at least 1, unique among the live requests of its stream,
-    and reusable after `finished`. Required for Generate. Ignored by GenerateOne and Complete, where 0 means none.
-    """
-    text: _builtins.str
-    """Plain text, tokenized by the server. Special tokens spelled in it are ordinary text. At most 4 MiB of UTF-8."""
-    model: _builtins.str
-    """The name of the model; see GetModelRequest.model. Default: the only model."""
-    continue_from: _builtins.str
-    """The `request_id` of a finished request of the same tenant to continue: its context (the prompt and the output that
-    was sent) precedes this prompt and need not be sent again. Its `finished.may_continue` was true, and the service
-    still keeps the context (at most for `--conversation-ttl`, default 600 s). Otherwise NOT_FOUND: send the whole
-    context. Any number of requests may continue the same one. `text` and `token_ids` are appended as they are. `chat`
-    holds only the new messages; what the template puts after the last answer precedes them (FAILED_PRECONDITION if the
-    template does not show answers unchanged). Repeat `tools` and `template_variables_json`, which the template may show
-    with new messages. All limits apply to context and prompt together. At most 64 bytes. Default: none.
-    """
-    open: _builtins.bool
-    """Whether more of the prompt follows by `append`. The service computes what has arrived while it waits for the rest.
-    The output begins after `commit`. The tenant is charged for tokens when they are computed ahead, and not again. An
-    open prompt to which nothing is appended for `--open-prompt-ttl` (default 60 s) ends with DEADLINE_EXCEEDED, and so
-    does one whose deadline passes. A service that drains ends open prompts with UNAVAILABLE. Only for Generate.
-    Default: false.
-    """
-    timeout_ms: _builtins.int
-    """The deadline of the request, in milliseconds from its arrival: 1 to 86,400,000. Default: the deadline of the call
-    for GenerateOne and Complete, none for Generate.
-    """
-    priority: _builtins.int
-    """The priority under the `priority` policy, lower first: -1,000 to 1,000. Default: 0. Ignored under other policies."""
-    tenant: _builtins.str
-    """The tenant that the request is made for: 1 to 64 characters of [A-Za-z0-9_.-]. Only a caller with the right to act
-    for others, such as a gateway, may name another tenant; PERMISSION_DENIED otherwise. Default: the caller's own.
-    """
-    traceparent: _builtins.str
-    """The W3C trace context: 55 bytes, "00-<trace id>-<span id>-<flags>" in lower-case hex. Default: the call's metadata."""
-    client_request_id: _builtins.str
-    """The caller's own id, at most 128 bytes of printable ASCII. Echoed in `accepted` and in logs, never used as a key."""
-    idempotency_key: _builtins.str
-    """The caller's key for this request and its repetitions, at most 128 bytes of printable ASCII. A request with the key
-    of another request of the same tenant that is live, or that succeeded within the last 10 minutes, fails with
-    ALREADY_EXISTS; the metadata of the ErrorInfo has the other's `request_id`. So a gateway that repeats a call is
-    charged only once. The service keeps 131,072 keys of ended requests; above that, the tenant with the most keys
-    loses its oldest ones. Default: none.
-    """
-    retain_ms: _builtins.int
-    """How long the KV cache of this request's context is kept after its end in preference to ordinary cache, for requests
-    that continue it, in milliseconds: 0 to 86,400,000, and at most `--conversation-ttl`. Blocks that are evicted
-    nevertheless are computed again. Default: `--conversation-ttl` if `continue_from` is set, otherwise the time of
-    RETAIN_MODE_AUTO if `session_id` is set, otherwise 0.
-    """
-    retain_mode: Global___RetainMode.ValueType
-    """How that time is chosen if `retain_ms` is not set. Default: that of `retain_ms`."""
-    max_draft_tokens: _builtins.int
-    """The maximum number of tokens drafted for a choice in one step: 0 (off) to 32. Drafts change when tokens arrive,
-    never which tokens. Default and upper limit: what the service drafts; at least 16 with a `constraint`, and 32 with a
-    `prediction`.
-    """
-    truncate_prompt_tokens: _builtins.int
-    """The maximum number of prompt tokens to keep: 1 to the model's context, or -1 for as many as fit with one output
-    token. Cut tokens do not count in `usage`. The special tokens that the tokenizer puts around a `text` are kept;
-    those of a `chat` or of `token_ids` are not. With `continue_from`, the context counts too. Default: a prompt that
-    is too long is INVALID_ARGUMENT.
-    """
-    truncation_side: _prompt_pb2.TruncationSide.ValueType
-    """The end of the prompt that `truncate_prompt_tokens` cuts. Default: TRUNCATION_SIDE_LEFT (keeps the last tokens)."""
-    supersedes: _builtins.int
-    """The ref of a live request of the same stream that this one replaces, for example because its prompt has changed.
-    When this request is accepted, the other ends with CANCELLED (`SUPERSEDED`) and with `superseded_by`. If this one
-    is refused, the other continues. If the other has not begun and its priority is not lower, this request takes its
-    place in the queue. The computed part of its prompt stays in the prefix cache. If the other was never accepted,
-    this request also replaces the request that the other was to replace. INVALID_ARGUMENT for the request's own ref
-    and for a request of another tenant. A ref that is not live is ignored: the request may just have ended. Only for
-    Generate. Default: 0, none.
-    """
-    ttft_slo_ms: _builtins.int
-    """The target for the time from arrival, or from the commit of an open prompt, to the first token, in milliseconds: 1
-    to 86,400,000. Among requests with the same priority, and under `fair` among those of a tenant, the one with the
-    earliest target runs first; one without a target is ordered as if it had 60 s. A request whose first token is
-    predicted to come later than its target is refused with OVERLOADED. A target that is missed later does not end the
-    request; see `timeout_ms` for that. Default: the metadata `x-slo-ttft-ms`, or none.
-    """
-    tpot_slo_ms: _builtins.int
-    """The target for the time between two tokens of the output, in milliseconds: 1 to 60,000. Steps with a row of this
-    request compute only as much of other prompts as the target allows. Default: the metadata `x-slo-tpot-ms`, or the
-    service's `--target-itl`.
-    """
-    session_id: _builtins.str
-    """The caller's id of the conversation that the request belongs to, 1 to 128 bytes of printable ASCII. Without
-    `retain_ms` and without `continue_from`, the KV of its context is retained for as long as RETAIN_MODE_AUTO chooses
-    from the times between the requests of this conversation so far. Appears in logs and spans. Default: the metadata
-    `x-session-id`, or none.
-    """
-    @_builtins.property
-    def token_ids(self) -> _prompt_pb2.TokenIds:
-        """Token ids, each below the vocabulary size. See TokenIds for their number."""
-
-    @_builtins.property
-    def chat(self) -> _prompt_pb2.Chat:
-        """Messages, rendered by the model's chat template."""
-
-    @_builtins.property
-    def sampling(self) -> _sampling_pb2.SamplingParams:
-        """How tokens are chosen. Default: that of each field."""
-
-    @_builtins.property
-    def output(self) -> _output_pb2.OutputOptions:
-        """What is sent back. Default: only text."""
-
-    @_builtins.property
-    def constraint(self) -> _constraint_pb2.Constraint:
-        """The constraint that the output of each choice must match. Default: none."""
-
-    @_builtins.property
-    def prediction(self) -> Global___Prediction:
-        """The output that the caller expects, such as a document with a few changes. Default: none."""
-
-    @_builtins.property
-    def resume_from(self) -> _resumption_pb2.ResumeFrom:
-        """What another replica has already sent of this request, which continues here. Default: none."""
-
-    def __init__(
-        self,
-        *,
-        ref: _builtins.int = ...,
-        text: _builtins.str = ...,
-        token_ids: _prompt_pb2.TokenIds | None = ...,
-        chat: _prompt_pb2.Chat | None = ...,
-        model: _builtins.str = ...,
-        sampling: _sampling_pb2.SamplingParams | None = ...,
-        output: _output_pb2.OutputOptions | None = ...,
-        constraint: _constraint_pb2.Constraint | None = ...,
-        continue_from: _builtins.str = ...,
-        open: _builtins.bool = ...,
-        timeout_ms: _builtins.int | None = ...,
-        priority: _builtins.int | None = ...,
-        tenant: _builtins.str = ...,
-        traceparent: _builtins.str = ...,
-        client_request_id: _builtins.str = ...,
-        idempotency_key: _builtins.str = ...,
-        retain_ms: _builtins.int | None = ...,
-        retain_mode: Global___RetainMode.ValueType = ...,
-        max_draft_tokens: _builtins.int | None = ...,
-        truncate_prompt_tokens: _builtins.int | None = ...,
-        truncation_side: _prompt_pb2.TruncationSide.ValueType = ...,
-        prediction: Global___Prediction | None = ...,
-        supersedes: _builtins.int = ...,
-        ttft_slo_ms: _builtins.int | None = ...,
-        tpot_slo_ms: _builtins.int | None = ...,
-        session_id: _builtins.str = ...,
-        resume_from: _resumption_pb2.ResumeFrom | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_tpot_slo_ms", b"_tpot_slo_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_ttft_slo_ms", b"_ttft_slo_ms", "chat", b"chat", "constraint", b"constraint", "max_draft_tokens", b"max_draft_tokens", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "resume_from", b"resume_from", "retain_ms", b"retain_ms", "sampling", b"sampling", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "tpot_slo_ms", b"tpot_slo_ms", "truncate_prompt_tokens", b"truncate_prompt_tokens", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "_priority", b"_priority", "_retain_ms", b"_retain_ms", "_timeout_ms", b"_timeout_ms", "_tpot_slo_ms", b"_tpot_slo_ms", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "_ttft_slo_ms", b"_ttft_slo_ms", "chat", b"chat", "client_request_id", b"client_request_id", "constraint", b"constraint", "continue_from", b"continue_from", "idempotency_key", b"idempotency_key", "max_draft_tokens", b"max_draft_tokens", "model", b"model", "open", b"open", "output", b"output", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "ref", b"ref", "resume_from", b"resume_from", "retain_mode", b"retain_mode", "retain_ms", b"retain_ms", "sampling", b"sampling", "session_id", b"session_id", "supersedes", b"supersedes", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "tpot_slo_ms", b"tpot_slo_ms", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation_side", b"truncation_side", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
-    _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
-    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
-    _WhichOneofReturnType__retain_ms: _TypeAlias = _typing.Literal["retain_ms"]  # noqa: Y015
-    _WhichOneofArgType__retain_ms: _TypeAlias = _typing.Literal["_retain_ms", b"_retain_ms"]  # noqa: Y015
-    _WhichOneofReturnType__timeout_ms: _TypeAlias = _typing.Literal["timeout_ms"]  # noqa: Y015
-    _WhichOneofArgType__timeout_ms: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms"]  # noqa: Y015
-    _WhichOneofReturnType__tpot_slo_ms: _TypeAlias = _typing.Literal["tpot_slo_ms"]  # noqa: Y015
-    _WhichOneofArgType__tpot_slo_ms: _TypeAlias = _typing.Literal["_tpot_slo_ms", b"_tpot_slo_ms"]  # noqa: Y015
-    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
-    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__ttft_slo_ms: _TypeAlias = _typing.Literal["ttft_slo_ms"]  # noqa: Y015
-    _WhichOneofArgType__ttft_slo_ms: _TypeAlias = _typing.Literal["_ttft_slo_ms", b"_ttft_slo_ms"]  # noqa: Y015
-    _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
-    _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_draft_tokens) -> _WhichOneofReturnType__max_draft_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__retain_ms) -> _WhichOneofReturnType__retain_ms | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_ms) -> _WhichOneofReturnType__timeout_ms | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_slo_ms) -> _WhichOneofReturnType__tpot_slo_ms | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_slo_ms) -> _WhichOneofReturnType__ttft_slo_ms | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
-
-Global___GenerationStart: _TypeAlias = GenerationStart  # noqa: Y015
-
-@_typing.final
-class Prediction(_message.Message):
-    """The output that a caller expects. Where the output follows it, its next tokens are drafted if measurements show that
-    this is faster: up to 32 in one step, or `max_draft_tokens`. The output is the same as without a prediction, token
-    for token. After a difference, the place in the prediction is found again. The prediction is for each of the n
-    choices. It can be combined with a `constraint`: drafts then end where they do not match it. Its tokens are not
-    prompt tokens, but count towards `max_queued_tokens` while the request waits. `finished.speculation` counts the
-    drafts. Ignored by Prefetch, and by a service with `--no-enable-predictions` or `--tensor-parallel-size` above 1.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TEXT_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    text: _builtins.str
-    """Text, tokenized by itself, without special tokens. At most 4 MiB of UTF-8, and 786,432 tokens."""
-    @_builtins.property
-    def token_ids(self) -> _prompt_pb2.TokenIds:
-        """Token ids."""
-
-    def __init__(
-        self,
-        *,
-        text: _builtins.str = ...,
-        token_ids: _prompt_pb2.TokenIds | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
-    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
-
-Global___Prediction: _TypeAlias = Prediction  # noqa: Y015
-
-@_typing.final
-class GenerationCancel(_message.Message):
-    """Ends requests early. Each gets its `finished` with status CANCELLED and the usage so far."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REFS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def refs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The refs of live requests; others are ignored, since a request may end while its `cancel` is on the way. At most
-        65,536; a `cancel` with more ends no request.
-        """
-
-    def __init__(
-        self,
-        *,
-        refs: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["refs", b"refs"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GenerationCancel: _TypeAlias = GenerationCancel  # noqa: Y015
-
-@_typing.final
-class GenerationUpdate(_message.Message):
-    """Changes a live request, within two steps. An update that is not possible changes nothing and gets a
-    `frames_refused`. Until the prompt of a request is tokenized, at most 16 of its updates of `priority` and `max_tokens`
-    can wait. While its prompt is open, `timeout_ms` counts at once, even if the rest of the update is refused later.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REF_FIELD_NUMBER: _builtins.int
-    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
-    MAX_TOKENS_FIELD_NUMBER: _builtins.int
-    ref: _builtins.int
-    """The ref of the request. Ignored if no live request has it, since a request may end while its `update` is on the way."""
-    timeout_ms: _builtins.int
-    """A new deadline, in milliseconds from now: 1 to 86,400,000. Default: unchanged."""
-    priority: _builtins.int
-    """A new priority: -1,000 to 1,000. Default: unchanged."""
-    max_tokens: _builtins.int
-    """A new maximum number of output tokens of each choice: at least 1 and `min_tokens`, cut as `sampling.max_tokens` is.
-    A choice that already has as many tokens, or more, ends with FINISH_REASON_LENGTH. Default: unchanged.
-    """
-    def __init__(
-        self,
-        *,
-        ref: _builtins.int = ...,
-        timeout_ms: _builtins.int | None = ...,
-        priority: _builtins.int | None = ...,
-        max_tokens: _builtins.int | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_priority", b"_priority", "_timeout_ms", b"_timeout_ms", "max_tokens", b"max_tokens", "priority", b"priority", "timeout_ms", b"timeout_ms"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_priority", b"_priority", "_timeout_ms", b"_timeout_ms", "max_tokens", b"max_tokens", "priority", b"priority", "ref", b"ref", "timeout_ms", b"timeout_ms"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
-    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
-    _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
-    _WhichOneofReturnType__timeout_ms: _TypeAlias = _typing.Literal["timeout_ms"]  # noqa: Y015
-    _WhichOneofArgType__timeout_ms: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_ms) -> _WhichOneofReturnType__timeout_ms | None: ...
-
-Global___GenerationUpdate: _TypeAlias = GenerationUpdate  # noqa: Y015
-
-@_typing.final
-class GenerationAppend(_message.Message):
-    """Adds to a live request.
-
-    While its prompt is open, the content joins the prompt as its next piece. The prompt of `start` is piece 0, even if it
-    is empty; the first append is piece 1. All pieces have the same kind, and together they have the limits of a prompt.
-    Pieces of text are joined as they are, before the whole text is tokenized; messages of a `chat` follow the earlier
-    ones, and its other fields are those of the `start`.
-
-    After the prompt is committed, the content is injected: at the next step its tokens follow the tokens chosen so far,
-    and the output continues after them. An `injected` reports the position. Injected tokens count as prompt tokens in
-    `usage`, and as output for penalties; `sampling.max_tokens` does not count them. A `text` is tokenized by itself. A
-    `chat` holds only new messages, as with `continue_from`, and is rendered with the tools and the template variables of
-    the request's chat unless it has its own. FAILED_PRECONDITION for a request with several choices or with a
-    `constraint`. INVALID_ARGUMENT if the request would no longer fit in the model's context or the KV cache. A request
-    that has ended, or that ends before the next step, is NOT_FOUND. Injections count as calls of TokenizerService
-    against the tenant's `requests_per_second`.
-
-    An append that is refused changes nothing and gets a `frames_refused`. While the prompt of a request is being
-    tokenized, at most 16 of its appends can wait.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REF_FIELD_NUMBER: _builtins.int
-    TEXT_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    CHAT_FIELD_NUMBER: _builtins.int
-    REPLACE_FROM_FIELD_NUMBER: _builtins.int
-    APPEND_ID_FIELD_NUMBER: _builtins.int
-    ref: _builtins.int
-    """The ref of the request. NOT_FOUND if no live request has it: unlike an `update`, the content would be lost."""
-    text: _builtins.str
-    """Text. At most 4 MiB of UTF-8."""
-    replace_from: _builtins.int
-    """The number of the first piece to take back before the content is added, which then has this number: at most the
-    number of pieces. Only while the prompt is open. Useful for a transcript, whose end may still change.
-    Default: none.
-    """
-    append_id: _builtins.int
-    """The client's number for this append, by which `injected` or `frames_refused` refers to it. Any number; the service
-    does not check that it is unique. Default: 0, which means none.
-    """
-    @_builtins.property
-    def token_ids(self) -> _prompt_pb2.TokenIds:
-        """Token ids."""
-
-    @_builtins.property
-    def chat(self) -> _prompt_pb2.Chat:
-        """Messages."""
-
-    def __init__(
-        self,
-        *,
-        ref: _builtins.int = ...,
-        text: _builtins.str = ...,
-        token_ids: _prompt_pb2.TokenIds | None = ...,
-        chat: _prompt_pb2.Chat | None = ...,
-        replace_from: _builtins.int | None = ...,
-        append_id: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_replace_from", b"_replace_from", "chat", b"chat", "content", b"content", "replace_from", b"replace_from", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_replace_from", b"_replace_from", "append_id", b"append_id", "chat", b"chat", "content", b"content", "ref", b"ref", "replace_from", b"replace_from", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__replace_from: _TypeAlias = _typing.Literal["replace_from"]  # noqa: Y015
-    _WhichOneofArgType__replace_from: _TypeAlias = _typing.Literal["_replace_from", b"_replace_from"]  # noqa: Y015
-    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
-    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__replace_from) -> _WhichOneofReturnType__replace_from | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
-
-Global___GenerationAppend: _TypeAlias = GenerationAppend  # noqa: Y015
-
-@_typing.final
-class GenerationCommit(_message.Message):
-    """Ends an open prompt: the request enters the queue. The errors of the prompt are then those of a `start`."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REF_FIELD_NUMBER: _builtins.int
-    ref: _builtins.int
-    """The ref of the request. If it is not open or not live, its output does not begin, and it gets a `frames_refused`."""
-    def __init__(
-        self,
-        *,
-        ref: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GenerationCommit: _TypeAlias = GenerationCommit  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
@@ -947,7 +420,7 @@ class PrefetchRequest(_message.Message):
 
     START_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def start(self) -> Global___GenerationStart:
+    def start(self) -> _generation_request_pb2.GenerationStart:
         """What is expected: its prompt, `continue_from`, `model` and `tenant` count, and `retain_ms` for how long the KV is
         kept; the default is `--open-prompt-ttl`. The other fields are checked and ignored. Required.
         """
@@ -955,7 +428,7 @@ class PrefetchRequest(_message.Message):
     def __init__(
         self,
         *,
-        start: Global___GenerationStart | None = ...,
+        start: _generation_request_pb2.GenerationStart | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from penstock.v1 import generation_pb2 as penstock_dot_v1_dot_generation__pb2
+from penstock.v1 import generation_request_pb2 as penstock_dot_v1_dot_generation__request__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -51,7 +52,7 @@ class GenerationServiceStub(object):
                 _registered_method=True)
         self.Generate = channel.stream_stream(
                 '/penstock.v1.GenerationService/Generate',
-                request_serializer=penstock_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+                request_serializer=penstock_dot_v1_dot_generation__request__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.Prefetch = channel.unary_unary(
@@ -138,7 +139,7 @@ def add_GenerationServiceServicer_to_server(servicer, server):
             ),
             'Generate': grpc.stream_stream_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=penstock_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
+                    request_deserializer=penstock_dot_v1_dot_generation__request__pb2.GenerateRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
             ),
             'Prefetch': grpc.unary_unary_rpc_method_handler(
@@ -236,7 +237,7 @@ class GenerationService(object):
             request_iterator,
             target,
             '/penstock.v1.GenerationService/Generate',
-            penstock_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+            penstock_dot_v1_dot_generation__request__pb2.GenerateRequest.SerializeToString,
             penstock_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,

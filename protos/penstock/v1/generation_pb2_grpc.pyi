@@ -6,6 +6,7 @@ Text generation: one request per call, or many requests on one stream."""
 from collections import abc as _abc
 from grpc import aio as _aio
 from penstock.v1 import generation_pb2 as _generation_pb2
+from penstock.v1 import generation_request_pb2 as _generation_request_pb2
 import abc as _abc_1
 import grpc as _grpc
 import sys
@@ -51,7 +52,7 @@ class GenerationServiceStub:
     token, rounded up. More is INVALID_ARGUMENT. Without `sampling.max_tokens`, the output gets the remaining room.
     GenerateOne allows more.
     """
-    Generate: _grpc.StreamStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
+    Generate: _grpc.StreamStreamMultiCallable[_generation_request_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
     """Carries many requests at once. The failure of a request is reported in band, in its `finished`, and a frame that is
     refused in `frames_refused`; the status of the call is only that of the stream. Half-close means "no more input,
     finish the rest": prompts that are still open are committed. A dropped stream aborts all its requests.
@@ -90,7 +91,7 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     token, rounded up. More is INVALID_ARGUMENT. Without `sampling.max_tokens`, the output gets the remaining room.
     GenerateOne allows more.
     """
-    Generate: _aio.StreamStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
+    Generate: _aio.StreamStreamMultiCallable[_generation_request_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
     """Carries many requests at once. The failure of a request is reported in band, in its `finished`, and a frame that is
     refused in `frames_refused`; the status of the call is only that of the stream. Half-close means "no more input,
     finish the rest": prompts that are still open are committed. A dropped stream aborts all its requests.
@@ -142,7 +143,7 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Generate(
         self,
-        request_iterator: _MaybeAsyncIterator[_generation_pb2.GenerateRequest],
+        request_iterator: _MaybeAsyncIterator[_generation_request_pb2.GenerateRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
         """Carries many requests at once. The failure of a request is reported in band, in its `finished`, and a frame that is

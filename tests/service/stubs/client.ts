@@ -4,7 +4,8 @@ import { type Client, Code, ConnectError, createClient } from "@connectrpc/conne
 import { createGrpcTransport } from "@connectrpc/connect-node";
 
 import { BadRequestSchema, ErrorInfoSchema } from "./gen/google/rpc/error_details_pb.js";
-import { GenerationService, type GenerateRequestSchema } from "./gen/penstock/v1/generation_pb.js";
+import { GenerationService } from "./gen/penstock/v1/generation_pb.js";
+import { type GenerateRequestSchema } from "./gen/penstock/v1/generation_request_pb.js";
 
 type Generation = Client<typeof GenerationService>;
 
