@@ -110,7 +110,7 @@ class Reason(Enum):
     INTERNAL = "an internal error; report it to the service's operator with the request id"
     SUPERSEDED = "another request of this stream replaced it"
     TICKET_INVALID = "the ticket in resume_from is damaged; send the bytes of accepted.resume_ticket unchanged"
-    TICKET_MISMATCH = "the ticket in resume_from is for another model or request; send the request anew"
+    TICKET_MISMATCH = "the ticket in resume_from is for another model or request; send the request without it"
     NOT_RESUMABLE = "a request of this kind cannot be resumed; send it again without resume_from"
 
     def __init__(self, message: str, retry_after_ms: int | None = None) -> None:

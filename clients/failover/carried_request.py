@@ -56,7 +56,7 @@ class Progress:
 
 class CarriedRequest:
     """Carries one request from its start to its end. With ``num_targets`` above 1, it keeps the start, receives token
-    ids whether or not the caller wants them, and moves when its replica dies; its receiver sees one stream of events.
+    ids in any case, and moves when its replica dies; its receiver sees one stream of events.
 
     A request cannot move once tokens were injected into its output, while its prompt is open, or if it has
     log-probabilities of its prompt.
@@ -190,7 +190,7 @@ class CarriedRequest:
         self._receiver.put(self._shown(delta))
 
     def _shown(self, delta: Delta) -> Delta:
-        """Returns a delta as the caller wants it."""
+        """Returns a delta without ids that the caller did not request."""
         if self._hides_ids:
             delta.token_ids = []
         return delta

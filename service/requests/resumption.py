@@ -55,7 +55,7 @@ class ReplicaDigests(NamedTuple):
 
 
 UNKNOWN_REPLICA = ReplicaDigests()
-"""For a service whose model has no files."""
+"""The digests of a service whose model has no files."""
 
 
 def digest_replica(
@@ -119,14 +119,14 @@ class Tickets:
         if start.open:
             raise ServiceError(Reason.NOT_RESUMABLE, "an open prompt cannot be resumed; send all of it", field="open")
         if start.output.HasField("prompt_logprobs"):
-            message = "log-probabilities of a prompt cannot be resumed; omit them, or send the request anew"
+            message = "log-probabilities of a prompt cannot be resumed; omit them or resume_from"
             raise ServiceError(Reason.NOT_RESUMABLE, message, field="output.prompt_logprobs")
         number, n = len(start.resume_from.choices), start.sampling.n or 1
         if number != n:
             raise invalid("resume_from.choices", f"must have one for each of the n choices, {n}; it has {number}")
         total = sum(len(choice.token_ids) for choice in start.resume_from.choices)
         if total > MAX_RESUMED_TOKENS:
-            problem = f"may have {MAX_RESUMED_TOKENS:,} token_ids in all; they have {total:,}: send the request anew"
+            problem = f"may have {MAX_RESUMED_TOKENS:,} token_ids in all; they have {total:,}: omit them"
             raise invalid("resume_from.choices", problem)
         _read(start.resume_from.ticket)
 
@@ -217,7 +217,7 @@ def _compare(given: Sequence[bytes], own: Sequence[bytes]) -> None:
 def _mismatch(part: str) -> ServiceError:
     return ServiceError(
         Reason.TICKET_MISMATCH,
-        f"{_FIELD}: it is for {_PARTS[part]}; send the request to a replica that is configured like the first, or anew",
+        f"{_FIELD}: it is for {_PARTS[part]}; call a replica that is configured like the first, or omit resume_from",
         field=_FIELD,
         metadata={"differs": part},
     )

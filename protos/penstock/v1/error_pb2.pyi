@@ -203,7 +203,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_TICKET_MISMATCH: _ErrorReason.ValueType  # 55
     """The ticket in `resume_from` is for another tenant, model, service configuration, prompt or sampling; the message
-    names which. Send the same request to a replica that is configured like the first, or start anew.
+    names which. Send the same request to a replica that is configured like the first, or omit `resume_from`.
     """
     ERROR_REASON_NOT_RESUMABLE: _ErrorReason.ValueType  # 56
     """A request of this kind cannot be continued at another replica. Send it again without `resume_from`."""
@@ -361,7 +361,7 @@ ERROR_REASON_TICKET_INVALID: ErrorReason.ValueType  # 54
 """
 ERROR_REASON_TICKET_MISMATCH: ErrorReason.ValueType  # 55
 """The ticket in `resume_from` is for another tenant, model, service configuration, prompt or sampling; the message
-names which. Send the same request to a replica that is configured like the first, or start anew.
+names which. Send the same request to a replica that is configured like the first, or omit `resume_from`.
 """
 ERROR_REASON_NOT_RESUMABLE: ErrorReason.ValueType  # 56
 """A request of this kind cannot be continued at another replica. Send it again without `resume_from`."""

@@ -21,10 +21,10 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class ResumeFrom(_message.Message):
     """Continues a request that another replica of the same model began, after its stream broke. The rest of the start is
-    that of the broken request: its prompt is sent again. What follows is what the caller would have received, token for
-    token, on a service whose results do not depend on the other requests of a step: the CPU backend, and a GPU with
-    `--deterministic`. Nothing that was received is sent again. `usage` counts the output from its first token; of
-    `prompt_tokens`, `cached_tokens` says what this replica had.
+    that of the broken request: its prompt is sent again. The caller gets the rest of the output that it would have
+    received, token for token, on a service whose results do not depend on the other requests of a step: the CPU backend,
+    and a GPU with `--deterministic`. Nothing that was received is sent again. `usage` counts the output from its first
+    token; `cached_tokens` counts the tokens of the prompt that this replica had in its cache.
 
     TICKET_INVALID: the ticket is damaged. TICKET_MISMATCH: it is for another tenant, model or service configuration, or
     for another prompt or sampling; the message names which. NOT_RESUMABLE: with `output.prompt_logprobs`, with `open`,

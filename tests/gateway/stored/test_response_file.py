@@ -5,10 +5,12 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from penstock.clients.errors import PenstockError
+from penstock.clients.gateway.errors import GatewayError
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.stored.response_file import ResponseFile
 from penstock.clients.gateway.stored.stored_response import Content, StoredResponse
@@ -120,6 +122,7 @@ def test_a_file_that_another_process_uses_is_refused(path, monkeypatch):
     )
     command = [sys.executable, "-P", "-c", use]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
         assert other.stdout.readline() == b"used\n"
         assert "another process uses it; give each gateway a file of its own" in refusal_of(path)
         other.kill()
@@ -128,39 +131,43 @@ def test_a_file_that_another_process_uses_is_refused(path, monkeypatch):
 
 @pytest.fixture
 async def stored(path):
-    """With a file that cannot be written while its ``fails`` says so."""
     async with StoredResponses(GatewaySettings(responses_file=path), ParseTurns()) as stored:
-        write = stored._file.write
-
-        def write_or_fail(changes):
-            if stored.fails:
-                raise sqlite3.OperationalError("database or disk is full")
-            write(changes)
-
-        stored.fails = False
-        stored._file.write = write_or_fail
         yield stored
 
 
-async def test_a_response_that_cannot_be_written_is_not_stored(stored, caplog):
-    stored.fails = True
+@pytest.fixture
+def fails(stored, monkeypatch):
+    """While this event is set, the file cannot be written."""
+    fails, write = threading.Event(), stored._file.write
+
+    def write_or_fail(changes):
+        if fails.is_set():
+            raise sqlite3.OperationalError("database or disk is full")
+        write(changes)
+
+    monkeypatch.setattr(stored._file, "write", write_or_fail)
+    return fails
+
+
+async def test_a_response_that_cannot_be_written_is_not_stored(stored, fails, caplog):
+    fails.set()
     assert not await stored.keep(response("x"), {"id": "x", "output": []})
     assert "database or disk is full" in caplog.text
-    stored.fails = False
+    fails.clear()
     assert await stored.save()
     assert stored._file.load() == []
     assert await stored.keep(response("y"), {"id": "y", "output": []})
     assert [each.id for each in stored._file.load()] == ["y"]
 
 
-async def test_a_deletion_that_cannot_be_written_is_reported_and_tried_again(stored):
+async def test_a_deletion_that_cannot_be_written_is_reported_and_tried_again(stored, fails):
     await stored.keep(response("x"), {"id": "x", "output": []})
-    stored.fails = True
-    with pytest.raises(Exception, match="still in the gateway's file") as caught:
+    fails.set()
+    with pytest.raises(GatewayError, match="still in the gateway's file") as caught:
         await stored.delete(stored.find("x", "t"))
     assert (caught.value.status, caught.value.code) == (503, "responses_unwritable")
     with pytest.raises(Exception, match="is not stored"):
         stored.find("x", "t")
-    stored.fails = False
+    fails.clear()
     await stored.save()
     assert stored._file.load() == []

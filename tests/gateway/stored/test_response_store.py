@@ -199,7 +199,9 @@ def test_a_chain_may_be_long(store):
 def test_its_numbers_agree_after_any_operations(clock, seed):
     """And a store that is loaded from what was written finds the same."""
     rng = random.Random(seed)
-    store, names, file = ResponseStore(TTL_S, MAX_BYTES, clock), [], {}
+    store = ResponseStore(TTL_S, MAX_BYTES, clock)
+    names: list[str] = []
+    file: dict[str, StoredResponse | None] = {}
     num_full = 0
     for number in range(400):
         tenant = rng.choice("tu")

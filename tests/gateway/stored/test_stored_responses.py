@@ -4,6 +4,7 @@ The model says what the prompt tells it to after SAY, a byte a token.
 """
 
 import hashlib
+from typing import Any
 
 import openai
 import pytest
@@ -46,7 +47,7 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-TURNS = {
+TURNS: dict[str, list[Any]] = {
     "text": ["SAY one", "SAY two", "SAY three"],
     "reasoning": ["SAY <think>hm</think>so", "SAY <think>well</think>then", "SAY three"],
     "messages": [[{"role": "developer", "content": "Be brief."}, user("q"), user("SAY a")], [user("p"), user("SAY b")]],
@@ -56,7 +57,8 @@ TURNS = {
 
 @pytest.mark.parametrize("name", TURNS)
 def test_a_chain_of_turns_gets_the_answers_of_the_whole_conversation(respond, name):
-    conversation, previous = [], None
+    conversation: list[Any] = []
+    previous = None
     for turn in TURNS[name]:
         conversation += [user(turn)] if isinstance(turn, str) else turn
         chained = respond(turn, previous_response_id=previous)
@@ -86,7 +88,7 @@ def test_calls_and_their_outputs_are_part_of_a_chain(respond, tool, call, kind):
 
 def test_the_demo_model_answers_a_chain_as_the_whole_conversation(demo):
     with openai.OpenAI(base_url=demo.openai, api_key="none", timeout=120) as client:
-        greedy = {"model": "demo", "temperature": 0, "max_output_tokens": 12}
+        greedy: dict[str, Any] = {"model": "demo", "temperature": 0, "max_output_tokens": 12}
         first = client.responses.create(input="What is a kernel?", **greedy)
         second = client.responses.create(input="And a shell?", previous_response_id=first.id, **greedy)
         conversation = [user("What is a kernel?"), *(item.model_dump() for item in first.output), user("And a shell?")]
