@@ -56,8 +56,9 @@ class Received:
 
     def __init__(self, ticket, n=1):
         self.ticket = ticket
-        self.choices = [{"text": "", "reasoning": "", "calls": [], "ids": [], "logprobs": [], "end": None}] * n
-        self.choices = [json.loads(json.dumps(choice)) for choice in self.choices]
+        self.choices: list[dict[str, Any]] = [
+            {"text": "", "reasoning": "", "calls": [], "ids": [], "logprobs": [], "end": None} for _ in range(n)
+        ]
         self.usage = None
 
     def add(self, chunk):
