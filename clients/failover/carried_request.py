@@ -36,10 +36,13 @@ class OpenStream(Protocol):
 class Progress:
     """What has arrived of a request, as another replica needs it."""
 
-    def __init__(self, num_choices: int) -> None:
-        self.ticket = b""
-        self.choices = [pb.ReceivedOutput() for _ in range(num_choices)]
-        self.num_tokens = 0
+    def __init__(self, start: pb.GenerationStart) -> None:
+        """``start`` may itself continue a request: what was received of that one counts."""
+        self.ticket = start.resume_from.ticket
+        self.choices = [pb.ReceivedOutput() for _ in range(max(1, start.sampling.n))]
+        for choice, received in zip(self.choices, start.resume_from.choices, strict=False):
+            choice.CopyFrom(received)
+        self.num_tokens = sum(len(choice.token_ids) for choice in self.choices)
 
     def add_delta(self, delta: Delta) -> None:
         choice = self.choices[delta.choice]
@@ -80,7 +83,7 @@ class CarriedRequest:
         self._start = pb.GenerationStart()
         self._hides_ids = False
         self._num_attempts = self._num_moves = self._num_refusals = 0
-        self._progress = Progress(max(1, start.sampling.n))
+        self._progress = Progress(start)
         self._was_accepted = self._is_accepted = False
         """Whether any replica, or the current one, has accepted it."""
         self._request_id = ""
@@ -187,7 +190,10 @@ class CarriedRequest:
             return
         self._num_attempts = 0
         self._progress.add_delta(delta)
-        self._receiver.put(self._shown(delta))
+        shown = self._shown(delta)
+        has_news = shown.text or shown.reasoning or shown.tool_calls or shown.logprobs or shown.end
+        if has_news or not self._hides_ids:
+            self._receiver.put(shown)
 
     def _shown(self, delta: Delta) -> Delta:
         """Returns a delta without ids that the caller did not request."""
@@ -211,8 +217,8 @@ class CarriedRequest:
         start.CopyFrom(self._start)
         start.supersedes = 0
         if self._progress.ticket:
-            start.resume_from.ticket = self._progress.ticket
-            start.resume_from.choices.extend(self._progress.choices)
+            resumed = pb.ResumeFrom(ticket=self._progress.ticket, choices=self._progress.choices)
+            start.resume_from.CopyFrom(resumed)
         if self._deadline is not None:
             start.timeout_ms = max(1, round((self._deadline - asyncio.get_running_loop().time()) * 1000))
         self._is_accepted = False

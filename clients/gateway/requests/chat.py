@@ -15,6 +15,7 @@ from penstock.clients.gateway.requests.constraints import (
     fill_constraint,
     is_constrained,
 )
+from penstock.clients.gateway.requests.resumption import check_resumed_echo
 from penstock.clients.gateway.requests.sampling import (
     check_model,
     check_stream_fields,
@@ -47,6 +48,7 @@ def check_chat(body: ChatRequest, caller: UpstreamCaller) -> None:
         raise invalid("continue_final_message", "not with add_generation_prompt: true")
     if body.echo and not body.continue_final_message:
         raise invalid("echo", "only with continue_final_message: true")
+    check_resumed_echo(body.resume_from, body.echo)
 
 
 def build_chat_start(body: ChatRequest, headers: Headers, caller: UpstreamCaller) -> pb.GenerationStart:

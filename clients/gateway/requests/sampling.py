@@ -8,6 +8,7 @@ from starlette.datastructures import Headers
 import penstock.v1 as pb
 from penstock.clients.gateway.errors import invalid
 from penstock.clients.gateway.field_names import Names
+from penstock.clients.gateway.requests.resumption import fill_resumption
 from penstock.clients.gateway.requests.truncation import fill_truncation
 from penstock.clients.gateway.schemas.common import GenerationBody
 from penstock.clients.gateway.schemas.unsupported import model_not_found, shown
@@ -37,8 +38,8 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 def new_start(body: GenerationBody, headers: Headers, settings: GatewaySettings) -> pb.GenerationStart:
-    """Returns a request without its prompt: deadline, priority, targets, and the caller's ids and key. Raises
-    GatewayError."""
+    """Returns a request without its prompt: deadline, priority, targets, the stream that it continues, and the
+    caller's ids and key. Raises GatewayError."""
     timeout_s = settings.request_timeout_s
     start = pb.GenerationStart(
         timeout_ms=None if timeout_s is None else timeout_ms(timeout_s),
@@ -49,6 +50,7 @@ def new_start(body: GenerationBody, headers: Headers, settings: GatewaySettings)
         idempotency_key=idempotency_key(headers),
     )
     fill_truncation(start, body)
+    fill_resumption(start, body)
     fill_routing(start, headers, settings)
     return start
 
@@ -99,6 +101,8 @@ def check_stream_fields(body: GenerationBody) -> None:
         raise invalid("stream_options", "only with stream: true")
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "not with stream: true")
+    if body.resume_from is not None and not body.stream:
+        raise invalid("resume_from", "only with stream: true")
 
 
 def sampling_names(body: GenerationBody) -> Names:

@@ -12,7 +12,7 @@ from penstock.clients.gateway.responses.chat_places import ContentTokens, Placed
 from penstock.clients.gateway.responses.logprobs import TokenNames, chat_entries
 from penstock.clients.gateway.responses.stop_text import finish_reason, shown_stops, stop_reason, with_stop
 from penstock.clients.gateway.schemas.chat import ChatRequest
-from penstock.clients.gateway.schemas.common import without_texts
+from penstock.clients.gateway.schemas.common import ReceivedChoice, without_texts
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Arrival
 from penstock.clients.output import ToolCallPart
@@ -48,6 +48,11 @@ class _ChatChoice:
         self.is_in_reasoning = False
         """Whether the output so far ends with reasoning."""
 
+    def resume(self, received: ReceivedChoice) -> None:
+        """Advances to where a caller's copy of the output ends."""
+        self.content_length = received.text_chars
+        self.is_in_reasoning = bool(received.reasoning_chars) and not (received.text_chars or received.tool_calls)
+
 
 class ChatReader:
     """Reads the answer to one request."""
@@ -59,6 +64,8 @@ class ChatReader:
         self._names = TokenNames(as_ids=bool(body.return_tokens_as_token_ids))
         self._eos = frozenset(caller.model.eos_token_ids)
         self._choices = [_ChatChoice() for _ in range(body.num_choices)]
+        for choice, received in zip(self._choices, body.received_choices, strict=False):
+            choice.resume(received)
         self._with_reasoning = with_reasoning
 
     async def read(self, arrivals: Sequence[Arrival]) -> list[Part]:

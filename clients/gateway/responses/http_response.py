@@ -16,6 +16,7 @@ import penstock.v1 as pb
 from penstock.clients.errors import RequestFailed
 from penstock.clients.gateway.errors import GatewayError, as_gateway_error
 from penstock.clients.gateway.json_object import Json
+from penstock.clients.gateway.requests.resumption import TICKET_HEADER, shown_ticket
 from penstock.clients.gateway.responses.chunking import encoded, portions
 from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 from penstock.clients.gateway.upstream.upstream_request import Abandoned, Arrival, UpstreamRequest
@@ -79,9 +80,11 @@ class StreamingOrWholeResponse(Response):
         stream: bool,
         caller_name: Callable[[int, str], str],
         last: bytes = b"data: [DONE]\n\n",
+        shows_ticket: bool = False,
     ) -> None:
         """``caller_name``: returns the caller's name of a field of one of the upstream requests. ``last`` ends a
-        stream. A chunk with a key ``type`` is sent as an event of that name, as in the Responses API."""
+        stream. A chunk with a key ``type`` is sent as an event of that name, as in the Responses API. ``shows_ticket``:
+        whether the headers of a stream have the ticket that continues it."""
         super().__init__()
         self._caller = caller
         self._upstream_request = UpstreamRequest(caller, starts)
@@ -89,6 +92,7 @@ class StreamingOrWholeResponse(Response):
         self._stream = stream
         self._caller_name = caller_name
         self._last = last
+        self._shows_ticket = shows_ticket
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(until_gone(receive), name="penstock-gateway-watch")
@@ -135,6 +139,8 @@ class StreamingOrWholeResponse(Response):
     async def _send_stream(self, send: Send) -> None:
         upstream_request, writer = self._upstream_request, self._writer
         headers = [*SSE_HEADERS, (b"x-request-id", upstream_request.request_id.encode())]
+        if self._shows_ticket and upstream_request.resume_ticket:
+            headers.append((TICKET_HEADER.encode(), shown_ticket(upstream_request.resume_ticket).encode()))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         pending = _events(writer.begin_response(upstream_request.request_id))
 

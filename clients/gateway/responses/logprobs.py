@@ -92,12 +92,18 @@ class ChoiceLists:
         """Advances the offset by a text that precedes the output."""
         self._offset = self._text_length = len(text)
 
+    def resume(self, num_chars: int, *, has_tokens: bool) -> None:
+        """Advances to where a caller's copy of the output ends. ``has_tokens``: whether it has the tokens, too;
+        otherwise all of them follow."""
+        self._text_length = num_chars
+        self._offset = num_chars if has_tokens else 0
+
     def add_tokens(self, delta: Delta, logprobs: Logprobs, text: str, names: TokenNames) -> Json:
         """Returns the lists of a delta's tokens. The last tokens may be a stop that is not in the text: their offset is
         its end."""
         base, self._text_length = self._text_length, self._text_length + len(text)
         offsets = list(accumulate(logprobs.text_lengths, initial=self._offset))
-        shown = [text[begin - base : end - base] for begin, end in pairwise(offsets)]
+        shown = [text[max(0, begin - base) : max(0, end - base)] for begin, end in pairwise(offsets)]
         self._offset = offsets.pop()
         if delta.end is not None:
             offsets = [min(offset, self._text_length) for offset in offsets]

@@ -27,7 +27,8 @@ class UsageTracker:
             "system_fingerprint": f"penstock-{caller.model.version}",
         }
         self._predicted, self._accepted_predicted = 0, 0
-        self._so_far, self._finished = Usage(), Usage()
+        num_received = sum(len(choice.token_ids or ()) for choice in body.received_choices)
+        self._so_far, self._finished = Usage(output_tokens=num_received), Usage()
         """The tokens that have arrived so far, and the final numbers of the requests that have finished."""
 
     def set_request_id(self, request_id: str) -> None:

@@ -70,6 +70,7 @@ def make_router() -> APIRouter:
             ChatWriter(body, caller, reader, prompt_token_ids),
             stream=bool(body.stream),
             caller_name=lambda _, field: caller_name(field, names),
+            shows_ticket=True,
         )
 
     return router

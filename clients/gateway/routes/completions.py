@@ -14,6 +14,7 @@ from penstock.clients.gateway.field_names import IDEMPOTENCY_KEY, caller_name
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.requests.constraints import constraint_names, fill_constraint
 from penstock.clients.gateway.requests.prompts import ParsedPrompt, prompt_names, read_prompts
+from penstock.clients.gateway.requests.resumption import check_resumed_echo
 from penstock.clients.gateway.requests.sampling import (
     check_model,
     check_stream_fields,
@@ -60,7 +61,9 @@ def make_router() -> APIRouter:
         prompts = await read_prompts(body, caller)
         starts = _starts(prompts, body, request.headers, caller)
         writer = CompletionWriter(body, prompts, caller)
-        return StreamingOrWholeResponse(caller, starts, writer, stream=bool(body.stream), caller_name=_namer(body))
+        return StreamingOrWholeResponse(
+            caller, starts, writer, stream=bool(body.stream), caller_name=_namer(body), shows_ticket=True
+        )
 
     return router
 
@@ -80,6 +83,7 @@ def _check(body: CompletionRequest) -> None:
         raise invalid("best_of", "must equal n or be absent: all choices that are generated are returned")
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "must be at least 1; 0 needs echo: true")
+    check_resumed_echo(body.resume_from, body.echo)
 
 
 def _starts(
@@ -93,6 +97,8 @@ def _starts(
         starts.append(_start(prompt, body, headers, caller))
         if len(prompts) > 1 and starts[-1].idempotency_key:  # some may succeed while others fail
             raise invalid(IDEMPOTENCY_KEY, "only with one prompt; send one request per prompt")
+        if len(prompts) > 1 and body.resume_from is not None:
+            raise invalid("resume_from", "only with one prompt; send one request per prompt, without it")
         num_bytes += starts[-1].ByteSize()
         if num_bytes > _MAX_STARTS_BYTES:
             message = "the prompts, each with the options, are too large for one request; send fewer of them at once"
@@ -166,6 +172,8 @@ class CompletionWriter:
         self._scores_alone = body.max_tokens == 0
         n = body.num_choices
         self._choices = [[ChoiceLists(at * n + i) for i in range(n)] for at in range(len(prompts))]
+        for choice, received in zip(self._choices[0], body.received_choices, strict=False):
+            choice.resume(received.text_chars, has_tokens=bool(received.token_ids))
         self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
         self._names = TokenNames(as_ids=bool(body.return_tokens_as_token_ids))
         self._begun = False

@@ -1,6 +1,6 @@
 """The common fields of completions and chats, and the parts of their responses."""
 
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence, Set as AbstractSet
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -26,6 +26,8 @@ MAX_TOOLS = 128
 """The contract's limit. The schemas apply it first: a parsed tool takes many times its size in a body."""
 _MAX_CHOICES = 64
 """The contract's limit, checked here since the reader of each choice is created before the request is sent."""
+_MAX_TICKET_CHARS = 172
+"""The contract's limit of 128 bytes, as base64 with padding."""
 _MAX_ENTRIES = 1024
 
 
@@ -245,6 +247,29 @@ class SamplingBody(QueuedBody):
     )
 
 
+class ReceivedChoice(Strict):
+    """What was received of one choice, added up over the chunks of all streams so far. Characters are Unicode code
+    points."""
+
+    token_ids: Ids | None = None
+    """The output's token ids, if the request has return_token_ids. They save their generation, and without them
+    log-probabilities are sent again. Together at most 131,072."""
+    text_chars: UInt32 = Field(0, description="The number of characters of the text, or of a chat's content.")
+    reasoning_chars: UInt32 = Field(0, description="The number of characters of reasoning_content.")
+    tool_calls: UInt32 = Field(0, description="The number of tool calls that began.")
+    argument_chars: UInt32 = Field(0, description="The number of characters of the arguments of the last of these.")
+    has_ended: bool = Field(False, description="Whether the choice's finish_reason was received.")
+
+
+class ResumeFrom(Strict):
+    """A stream that broke off, and what was received of it."""
+
+    ticket: str = Field(min_length=1, max_length=_MAX_TICKET_CHARS)
+    """The header x-penstock-resume-ticket of the broken stream, or of any stream that continued it."""
+    choices: Annotated[list[ReceivedChoice], Field(min_length=1, max_length=_MAX_CHOICES, fail_fast=True)]
+    """One for each of the n choices, in the order of their indexes."""
+
+
 class GenerationBody(SamplingBody):
     """Fields of completions and chats."""
 
@@ -257,6 +282,9 @@ class GenerationBody(SamplingBody):
     truncate_prompt_tokens: NumKept | None = Field(None, description=TRUNCATE)
     truncation_side: Literal["left", "right"] | None = None
     """The side of the prompt that truncate_prompt_tokens cuts: left keeps the last tokens. Default: left."""
+    resume_from: ResumeFrom | None = None
+    """Continues a stream that broke off, at this gateway or another one. The other fields are those of its request.
+    Only with stream, and not with echo."""
     return_token_ids: bool | None = None
     """Whether to return the token ids of the prompt and the output."""
     return_tokens_as_token_ids: bool | None = None
@@ -272,6 +300,11 @@ class GenerationBody(SamplingBody):
         """Whether each chunk of a stream has the usage so far."""
         options = self.stream_options
         return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
+
+    @property
+    def received_choices(self) -> Sequence[ReceivedChoice]:
+        """What the caller has of each choice, if it continues a stream."""
+        return () if self.resume_from is None else self.resume_from.choices
 
     @property
     def num_choices(self) -> int:

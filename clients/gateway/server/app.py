@@ -53,6 +53,15 @@ _PARTS = (
     chat_page,
     api_docs,
 )
+_EXPOSED_HEADERS = (
+    "Request-Id",
+    "Retry-After",
+    "Retry-After-Ms",
+    "X-Penstock-Resume-Ticket",
+    "X-Request-Id",
+    "X-Should-Retry",
+)
+"""The headers of responses that web pages of other origins may read."""
 _DESCRIPTION = """\
 Completions, chats, embeddings and models as OpenAI's clients expect them, with vLLM's additional fields. Classes,
 scores and reranking as in vLLM.
@@ -61,6 +70,7 @@ Send the service's key as `Authorization: Bearer KEY`, if it requires one. An er
 "param", "code"}}`; with 429 and 503 the header `Retry-After` has the time to wait. Every response has an
 `x-request-id`, which is the service's own if the request reached it. `traceparent` names the trace of the request,
 `x-session-id` its conversation. `x-slo-ttft-ms` and `x-slo-tpot-ms` are targets for the first token and between tokens.
+The header `x-penstock-resume-ticket` of a stream is for the field `resume_from`, which continues it if it breaks off.
 """
 
 _log = logging.getLogger(__name__)
@@ -166,6 +176,6 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             allow_methods=("DELETE", "GET", "HEAD", "OPTIONS", "POST"),
             allow_headers=("*",),
             allow_private_network=True,
-            expose_headers=("Request-Id", "Retry-After", "Retry-After-Ms", "X-Request-Id", "X-Should-Retry"),
+            expose_headers=_EXPOSED_HEADERS,
         )
     return app

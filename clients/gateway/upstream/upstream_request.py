@@ -52,6 +52,8 @@ class UpstreamRequest:
         """The index of the request that failed, if any."""
         self.request_id = ""
         """The service's id of the first request; empty until it is accepted."""
+        self.resume_ticket = b""
+        """What continues the request; empty until it is accepted, and if there are several requests."""
 
     def send_requests(self) -> None:
         """Sends the requests without keeping them: a prompt may be large, and its answer may take hours."""
@@ -116,6 +118,7 @@ class UpstreamRequest:
             self._num_accepted += 1
             if index == 0:
                 self.request_id = event.request_id
+                self.resume_ticket = event.resume_ticket if self._num_requests == 1 else b""
         elif isinstance(event, Finished):
             del self._cancels[index]
             self._caller.done()

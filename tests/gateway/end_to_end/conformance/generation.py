@@ -197,6 +197,11 @@ OF_BOTH = (
     Case("response_format", "json_schema", {"response_format": SCHEMA}, is_said('"first"')),
     Case("response_format", "structural_tag", {"response_format": TAG}, is_said("<a>first</a>")),
     Case("response_format", "other types", {"response_format": {"type": "xml"}}, support=REFUSED),
+    Case("resume_from", "the rest of a stream that broke off, with stream", {}),
+    Case("resume_from", "a damaged ticket", {"resume_from": {"ticket": "AAAA", "choices": [{}]}, "stream": True},
+         support=REFUSED),
+    Case("resume_from", "without stream", {"resume_from": {"ticket": "AAAA", "choices": [{}]}, "stream": False},
+         support=REFUSED),
     Case("user", "", {"user": "me"}, support=IGNORED),
 )  # fmt: skip
 
