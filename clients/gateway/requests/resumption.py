@@ -12,7 +12,7 @@ _TICKET = re.compile(r"[A-Za-z0-9_-]+={0,2}")
 
 
 def shown_ticket(ticket: bytes) -> str:
-    """Returns a ticket as the header has it: base64url without padding."""
+    """Returns a ticket in base64url without padding, the format of the header."""
     return base64.urlsafe_b64encode(ticket).rstrip(b"=").decode()
 
 
