@@ -137,7 +137,7 @@ async def test_a_stream_goes_on_at_another_gateway(gateways, case):
     ticket, chunks = await stream(gateways[0], path, body)
     whole = Received(ticket, n).add_all(chunks)
     assert all(choice["end"] for choice in whole.choices)
-    for count in {*range(0, len(chunks), max(1, len(chunks) // 8)), len(chunks)}:
+    for count in {*range(0, len(chunks), max(1, len(chunks) // 4)), len(chunks)}:
         received = Received(ticket, n).add_all(chunks[:count])
         new_ticket, rest = await stream(gateways[1], path, body | {"resume_from": received.resume_from})
         assert new_ticket == ticket
