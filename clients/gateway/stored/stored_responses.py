@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -30,7 +30,6 @@ _SWEEP_S = 30.0
 """How long expired responses, which are no longer found, may still take memory."""
 _TURN_BYTES = 8 << 10
 """Longer conversations wait for their turn to be parsed, as bodies do."""
-_UNWRITABLE = "responses_unwritable"
 _CONTINUABLE = ("completed", "incomplete")
 _INTERRUPTED = {
     "status": "failed",
@@ -90,7 +89,9 @@ class StoredResponses:
         tenants."""
         found = self._store.find(response_id, tenant)
         if found is None:
-            _raise_not_found("response_id", response_id, "response_not_found")
+            raise GatewayError(
+                404, _not_stored("response_id", response_id), param="response_id", code="response_not_found"
+            )
         return found
 
     async def earlier_turns(self, response_id: str | None, tenant: str, held: ExitStack) -> EarlierTurns:
@@ -100,7 +101,8 @@ class StoredResponses:
             return EarlierTurns()
         previous = self._store.find(response_id, tenant)
         if previous is None:
-            _raise_not_found("previous_response_id", response_id, "previous_response_not_found")
+            problem = _not_stored("previous_response_id", response_id)
+            raise GatewayError(404, problem, param="previous_response_id", code="previous_response_not_found")
         if previous.is_live:
             raise invalid("previous_response_id", "this response is still in progress; wait until it has ended")
         if (status := previous.content.field("status")) not in _CONTINUABLE:
@@ -128,7 +130,7 @@ class StoredResponses:
             raise self._no_room(response.num_bytes) from None
         if not await self.save():
             self._store.delete(response)
-            raise try_again(503, "the gateway's file of responses cannot be written; try again", code=_UNWRITABLE)
+            raise try_again(503, "the gateway's file of responses cannot be written", code="responses_unwritable")
 
     async def keep(self, response: StoredResponse, answer: Json) -> bool:
         """Stores a response that has ended, with this answer; returns whether it is stored."""
@@ -155,7 +157,7 @@ class StoredResponses:
         self._store.delete(response)
         if not await self.save():
             message = "the response is still in the gateway's file, which cannot be written; the gateway tries again"
-            raise GatewayError(503, message, code=_UNWRITABLE)
+            raise GatewayError(503, message, code="responses_unwritable")
 
     async def save(self) -> bool:
         """Writes all changes to the file; returns whether that was possible. Otherwise they wait for the next time."""
@@ -231,6 +233,8 @@ def _ended(response: StoredResponse) -> StoredResponse:
     return response
 
 
-def _raise_not_found(param: str, response_id: str, code: str) -> NoReturn:
-    problem = "is not stored, or not any more; another key's tenant, or another gateway, may have it"
-    raise GatewayError(404, f"{param}: {shown(response_id)} {problem}", param=param, code=code)
+def _not_stored(param: str, response_id: str) -> str:
+    return (
+        f"{param}: {shown(response_id)} is not stored, or not any more; another key's tenant, or another gateway, may "
+        "have it"
+    )
