@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT
-from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerFacts
 from penstock.scheduler.policy import Policy
+from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, WorkerFacts
 
 RETRY_AFTER_MS = 1000
 """The time after which a client may retry what the engine refused, if nothing better is known."""

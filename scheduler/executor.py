@@ -3,7 +3,8 @@
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from penstock.scheduler.plan import StepPlan, StepResult, WorkerFacts
+from penstock.scheduler.plan import StepPlan, StepResult
+from penstock.scheduler.worker_config import WorkerFacts
 
 MAX_PLANS_IN_FLIGHT = 2
 """One plan is computed while one waits: the worker never waits for Python, and a token in flight is never two steps

@@ -16,7 +16,7 @@ from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.errors import ModelError
-from penstock.scheduler.plan import WorkerConfig, WorkerFacts
+from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
 

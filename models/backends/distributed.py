@@ -15,7 +15,7 @@ from torch import Tensor, distributed
 from torch.nn import functional
 
 from penstock.models.backends.tensor_parallel import ALONE, PeerLost, TensorParallel
-from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.worker_config import WorkerConfig
 
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Otherwise they listen on the address that the host's name resolves to."""

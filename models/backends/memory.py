@@ -7,7 +7,7 @@ import psutil
 
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel
 from penstock.models.errors import ModelError
-from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.worker_config import WorkerConfig
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from penstock.models.executor.process import WorkerProcess
 from penstock.models.executor.spawn import Spawned
 from penstock.models.executor.wire import FrameKind, encode_frame
 from penstock.scheduler.executor import Executor, ExecutorError
-from penstock.scheduler.plan import StepPlan, StepResult, WorkerConfig, WorkerFacts
+from penstock.scheduler.plan import StepPlan, StepResult
+from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 
 ANSWER_S = 0.2
 """How long rank 0 has to return the results of the steps before the one in which another rank failed."""

@@ -13,7 +13,8 @@ from penstock.models.executor.liveness import Heartbeat, MemoryKills, is_stopped
 from penstock.models.executor.spawn import Spawned, spawn
 from penstock.models.executor.wire import FrameBuffer, FrameKind, WireError, encode_frame
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig, WorkerFacts
+from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult
+from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
 

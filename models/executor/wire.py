@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig, WorkerFacts
+from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult
+from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 
 MAX_FRAME_BYTES = 1 << 28
 """The limit of a body. The largest plans add 256 rows with the longest lists of allowed tokens and bad words that a

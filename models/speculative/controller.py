@@ -18,7 +18,8 @@ from penstock.models.speculative.draft_rows import NOTHING, Drafted, DraftedRows
 from penstock.models.speculative.drafter import NO_PROPOSAL, Drafter, Proposal, Wanted, valid_part
 from penstock.models.speculative.prediction import Predictions
 from penstock.models.speculative.probing import Prober
-from penstock.scheduler.plan import MAX_PREDICTED_DRAFTS, RowResult, StepPlan
+from penstock.scheduler.plan import RowResult, StepPlan
+from penstock.scheduler.worker_config import MAX_PREDICTED_DRAFTS
 
 PROPOSE_MARGIN = 2.0
 """How many times its cost a proposal must gain, since gains are estimates."""

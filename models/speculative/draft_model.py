@@ -18,7 +18,7 @@ from penstock.models.batch.sampled_positions import SampledPosition
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
 from penstock.models.speculative.drafter import Drafter, Proposal, Wanted
-from penstock.scheduler.plan import DraftMethod, SpeculationConfig, WorkerConfig
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
 
 logger = logging.getLogger(__name__)
 

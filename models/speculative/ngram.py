@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from penstock.models.batch.rows import Row
 from penstock.models.speculative.drafter import NO_PROPOSAL, Drafter, Proposal, Wanted
 from penstock.models.speculative.row_indexes import RowIndexes, confidences
-from penstock.scheduler.plan import SpeculationConfig
+from penstock.scheduler.worker_config import SpeculationConfig
 
 
 class NgramDrafter(Drafter):

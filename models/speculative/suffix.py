@@ -11,7 +11,7 @@ from penstock.models.batch.rows import UNKNOWN, Row
 from penstock.models.speculative.drafter import NO_PROPOSAL, Drafter, Proposal, Wanted
 from penstock.models.speculative.row_indexes import MAX_INDEXED, RowIndexes, confidences
 from penstock.models.speculative.token_index import Cursor, TokenIndex
-from penstock.scheduler.plan import SpeculationConfig
+from penstock.scheduler.worker_config import SpeculationConfig
 
 ENOUGH = 8
 """How many places suffice to estimate how often a draft followed, if the match has the maximum length."""

@@ -23,7 +23,7 @@ from penstock.models.structured_output.compiler import compile_grammar, forces_t
 from penstock.models.structured_output.mask_lanes import BackgroundLane, StepLane, WorkerThread
 from penstock.models.structured_output.mask_round import MaskRound
 from penstock.models.structured_output.mask_work import MaskTools, RowWork
-from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.worker_config import WorkerConfig
 
 MAX_COMPILED, MAX_COMPILED_BYTES = 32, 512 << 10
 """The number of compiled grammars that are cached, and the limit on their texts: one takes up to 400 times as much."""

@@ -26,7 +26,8 @@ from penstock.models.executor.log_format import set_up_logging
 from penstock.models.executor.wire import Channel, FrameKind, WireError
 from penstock.models.worker.runner import Runner
 from penstock.models.worker.speculation import check_speculation, make_controller
-from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerConfig
+from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult
+from penstock.scheduler.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 

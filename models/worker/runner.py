@@ -15,16 +15,8 @@ from penstock.models.speculative.cost_model import SIZES
 from penstock.models.speculative.draft_rows import NOTHING, Drafted
 from penstock.models.speculative.drafter import Wanted
 from penstock.models.structured_output.deferred_rows import without_late
-from penstock.scheduler.plan import (
-    AddedRow,
-    Chunk,
-    Decode,
-    MeasuredStep,
-    RowResult,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-)
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowResult, SamplingParams, StepPlan, StepResult
+from penstock.scheduler.worker_config import MeasuredStep
 
 if TYPE_CHECKING:  # a worker whose model has no tokenizer does not need the grammar library
     from penstock.models.structured_output.manager import StructuredOutputManager

@@ -9,7 +9,7 @@ from penstock.models.speculative.drafter import Drafter, NoDrafter
 from penstock.models.speculative.eagle import drafter as eagle
 from penstock.models.speculative.ngram import NgramDrafter
 from penstock.models.speculative.suffix import SuffixDrafter
-from penstock.scheduler.plan import DraftMethod, WorkerConfig
+from penstock.scheduler.worker_config import DraftMethod, WorkerConfig
 
 MAKE_ROOM = {DraftMethod.DRAFT_MODEL: draft_model.with_room, DraftMethod.EAGLE3: eagle.with_room}
 """Reserves memory for the methods that keep keys and values of their own."""

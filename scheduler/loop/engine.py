@@ -20,7 +20,6 @@ from penstock.scheduler.engine_stats import Counters, EngineLoad, EngineState, E
 from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.loop.live_requests import LiveRequestFilter, LiveRequestScan
 from penstock.scheduler.loop.scheduler import Scheduler
-from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.recovery.restarts import FIRST_DELAY_S
@@ -28,6 +27,7 @@ from penstock.scheduler.recovery.supervisor import WorkerSupervisor
 from penstock.scheduler.recovery.watchdog import StepWatchdog
 from penstock.scheduler.request import Change, EngineFinishReason, RefusalKind, Refused, Request
 from penstock.scheduler.timeline import Timeline
+from penstock.scheduler.worker_config import WorkerFacts
 
 logger = logging.getLogger(__name__)
 

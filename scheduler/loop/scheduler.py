@@ -26,7 +26,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import EngineLoad, EngineState
 from penstock.scheduler.loop.live_requests import LiveRequestFilter, LiveRequestScan
 from penstock.scheduler.loop.output_processor import OutputProcessor
-from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult, WorkerFacts
+from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult
 from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.planner import Planner
 from penstock.scheduler.planning.rate_limit import Rated
@@ -36,6 +36,7 @@ from penstock.scheduler.request import Change, Context, EngineFinishReason, Requ
 from penstock.scheduler.timeline import EndedTimelines, Timeline
 from penstock.scheduler.timeline_entry import WaitCause
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
+from penstock.scheduler.worker_config import WorkerFacts
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import Counters
-from penstock.scheduler.plan import WorkerFacts, num_row_numbers
+from penstock.scheduler.plan import num_row_numbers
 from penstock.scheduler.planning.queues import RunningQueue, WaitingQueue
 from penstock.scheduler.planning.rows import RowIdAllocator
 from penstock.scheduler.planning.tenants import TenantAccounting, TenantUse
 from penstock.scheduler.recovery.crash_bisector import CrashBisector
+from penstock.scheduler.worker_config import WorkerFacts
 
 
 class PlanningContext:

@@ -4,8 +4,8 @@ rows."""
 from collections.abc import Sequence
 
 from penstock.kv.manager import KVCacheManager
-from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
+from penstock.scheduler.worker_config import WorkerFacts
 
 
 class HostTierRestorePolicy:

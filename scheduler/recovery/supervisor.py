@@ -6,8 +6,8 @@ import time
 
 from penstock.scheduler.config import RETRY_AFTER_MS
 from penstock.scheduler.executor import Executor, ExecutorError
-from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.recovery.restarts import RestartBudget, WorkerFailure
+from penstock.scheduler.worker_config import WorkerFacts
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from msgspec.structs import replace
 
 from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT, ExecutorError
-from penstock.scheduler.plan import StepPlan, StepResult, WorkerFacts
+from penstock.scheduler.plan import StepPlan, StepResult
 from penstock.scheduler.testing.fake_worker import (
     CheckedSlots,
     FakeRow,
@@ -17,6 +17,7 @@ from penstock.scheduler.testing.fake_worker import (
     WorkerKilled,
     token_of_history,
 )
+from penstock.scheduler.worker_config import WorkerFacts
 
 _FACTS = WorkerFacts(
     num_blocks=1024,

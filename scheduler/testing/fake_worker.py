@@ -18,9 +18,9 @@ from penstock.scheduler.plan import (
     StepPlan,
     StepResult,
     TokenLogprobs,
-    WorkerFacts,
     num_row_numbers,
 )
+from penstock.scheduler.worker_config import WorkerFacts
 
 NextToken = Callable[[Sequence[int], SamplingParams], int]
 """Returns the token that follows a history."""

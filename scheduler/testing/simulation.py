@@ -14,7 +14,7 @@ from penstock.kv.block_hash import hash_blocks
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT
 from penstock.scheduler.loop.scheduler import Scheduler
-from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult, WorkerFacts
+from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult
 from penstock.scheduler.request import (
     EngineFinishReason,
     Event,
@@ -27,6 +27,7 @@ from penstock.scheduler.request import (
 )
 from penstock.scheduler.testing.fake_worker import FakeWorker, Slots
 from penstock.scheduler.timing.step_time import StepWork
+from penstock.scheduler.worker_config import WorkerFacts
 
 StepSeconds = Callable[[StepWork], float]
 """Returns the time of a step."""

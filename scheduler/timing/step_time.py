@@ -20,7 +20,8 @@ from operator import mul
 from statistics import median
 from typing import NamedTuple
 
-from penstock.scheduler.plan import MeasuredStep, StepPlan
+from penstock.scheduler.plan import StepPlan
+from penstock.scheduler.worker_config import MeasuredStep
 
 MIN_CHUNK = 16
 """The minimum number of prompt tokens in a step, whatever its target: a prompt always makes progress."""

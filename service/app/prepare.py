@@ -22,7 +22,8 @@ from penstock.models.checkpoint.gguf.tokenizer import write_tokenizer
 from penstock.models.checkpoint.pooling_config import read_embedding
 from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.plan import MAX_BATCHED_TOKENS, Pooling, WorkerConfig
+from penstock.scheduler.plan import Pooling
+from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, WorkerConfig
 from penstock.service.app.classification_head import find_head
 from penstock.service.app.http_process import STATUS_PAGE, HttpProcess, check_installed
 from penstock.service.app.private_directory import private_directory

@@ -13,7 +13,7 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from penstock.clients.host.distribution import installed_version
 from penstock.clients.host.span_exporter import export_spans
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.worker_config import WorkerFacts
 from penstock.service.admin.listener import AdminListener
 from penstock.service.admin.operations import AdminService
 from penstock.service.app.server_config import ServerConfig

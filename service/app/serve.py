@@ -27,7 +27,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.plan import SpeculationConfig, WorkerFacts
+from penstock.scheduler.worker_config import SpeculationConfig, WorkerFacts
 from penstock.service.app.http_process import HttpFailed
 from penstock.service.app.prepare import Prepared, prepare
 from penstock.service.app.server import Server

@@ -18,7 +18,7 @@ from penstock.clients.host.event_loop import MemoryWatch, calm_collector
 from penstock.clients.host.reloaded_files import FileWatch
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.worker_config import WorkerFacts
 from penstock.service.admin.listener import ADMIN_SERVICE
 from penstock.service.app.http_process import HttpProcess
 from penstock.service.app.running_service import SERVICES, RunningService

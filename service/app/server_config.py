@@ -9,7 +9,7 @@ from penstock.models.checkpoint.classification_head import ClassificationHead
 from penstock.models.checkpoint.digest import CheckpointDigest
 from penstock.models.checkpoint.pooling_config import PoolingConfig
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.plan import SpeculationConfig
+from penstock.scheduler.worker_config import SpeculationConfig
 from penstock.service.auth.identity import AllowAll, Authenticator
 from penstock.service.auth.tenant_limits import TenantLimitsFile
 from penstock.service.auth.tls import ServerTls

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.models.executor.log_format import JSON, TEXT
-from penstock.scheduler.plan import SpeculationConfig
 from penstock.scheduler.policy import Policy
+from penstock.scheduler.worker_config import SpeculationConfig
 from penstock.service.chat_templates.renderers import DEFAULT_TIMEOUT_S
 from penstock.service.config.contracts import read_contracts
 from penstock.service.config.flag_checks import check_identity, check_listeners, check_memory, check_texts, host_port

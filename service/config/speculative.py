@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import fields, replace
 
-from penstock.scheduler.plan import DraftMethod, SpeculationConfig
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
 from penstock.service.config.flags import ConfigError
 
 MAX_DRAFTS = 32

@@ -15,8 +15,9 @@ from google.protobuf.message import Message
 
 import penstock.v1 as pb
 from penstock.kv.block_hash import tenant_salt
-from penstock.scheduler.plan import MAX_FORCED_DRAFTS, MAX_PREDICTED_DRAFTS, SamplingParams
+from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Event, Prompt, Request, TextState
+from penstock.scheduler.worker_config import MAX_FORCED_DRAFTS, MAX_PREDICTED_DRAFTS
 from penstock.service.config.field_rules import Limit
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults

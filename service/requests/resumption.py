@@ -15,9 +15,10 @@ import msgspec
 
 import penstock.v1 as pb
 from penstock.models.checkpoint.digest import DIGEST_BYTES, CheckpointDigest, short_digest
-from penstock.scheduler.plan import SamplingParams, WorkerFacts
+from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.planning.output_buffer import resume_output
 from penstock.scheduler.request import Request, ResumedSequence, SequenceDelta
+from penstock.scheduler.worker_config import WorkerFacts
 from penstock.service.config.limits import MAX_RESUMED_TOKENS, Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import Reason, ServiceError, invalid

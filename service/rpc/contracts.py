@@ -13,7 +13,7 @@ from google.protobuf import any as pb_any
 from google.rpc import error_details_pb2, status_pb2
 
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.worker_config import WorkerFacts
 from penstock.service.config.contracts import CONTRACTS
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults

@@ -7,8 +7,8 @@ import grpc
 
 import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.plan import SpeculationConfig, WorkerFacts
 from penstock.scheduler.policy import Policy
+from penstock.scheduler.worker_config import SpeculationConfig, WorkerFacts
 from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from penstock.clients.host.distribution import installed_version
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.worker_config import WorkerFacts
 from penstock.service.telemetry.catalog import INSTRUMENTS, STATE, state_points
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.histogram import Distribution, Histogram

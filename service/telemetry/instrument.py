@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 from penstock.scheduler.engine_stats import Counters, EngineStats
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.worker_config import WorkerFacts
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.histogram import Histogram
 from penstock.service.telemetry.metrics import Metrics

@@ -21,7 +21,8 @@ from cpu_bench.floors import HEAD_BYTES, LAYER_BYTES, SHAPES, Machine
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.cpu.backend import CpuBackend
 from penstock.models.worker.runner import Runner
-from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan, WorkerConfig
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
+from penstock.scheduler.worker_config import WorkerConfig
 
 SHAPE = SHAPES["M1"]
 PYTHON = "Python"

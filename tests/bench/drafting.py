@@ -19,7 +19,8 @@ from penstock.models.speculative.drafter import Drafter, Wanted
 from penstock.models.speculative.ngram import NgramDrafter
 from penstock.models.speculative.suffix import SuffixDrafter
 from penstock.models.speculative.token_index import TokenIndex
-from penstock.scheduler.plan import AddedRow, Decode, DraftMethod, SamplingParams, SpeculationConfig, StepPlan
+from penstock.scheduler.plan import AddedRow, Decode, SamplingParams, StepPlan
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
 
 MAX_DRAFTS = 8
 DRAFTERS: dict[str, Callable[[SpeculationConfig], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}

@@ -28,7 +28,8 @@ from penstock.models.backends.base import load_backend
 from penstock.models.backends.cpu.backend import CpuBackend
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.worker.runner import Runner
-from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan, WorkerConfig
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
+from penstock.scheduler.worker_config import WorkerConfig
 
 VOCAB_SIZE = 4096
 PROMPT = 16

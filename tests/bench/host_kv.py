@@ -14,7 +14,7 @@ from gpu_bench.host_memory import Turns, compare_ways, num_blocks
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.reference.backend import ReferenceBackend
 from penstock.models.checkpoint.checkpoint import DEMO, check_checkpoint, resolve_model
-from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.worker_config import WorkerConfig
 
 BLOCK_SIZE = 16
 SLOW_COPY_US = 1e6

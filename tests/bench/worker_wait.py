@@ -15,8 +15,9 @@ from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
 from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult, WorkerConfig, WorkerFacts
+from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult
 from penstock.scheduler.request import Event, Request, TextDelta
+from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 
 TARGET_US = 300
 PROMPT_TOKENS = 32

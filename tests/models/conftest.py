@@ -22,7 +22,7 @@ from penstock.models.executor import spawn
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.executor import Executor
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.worker_config import WorkerConfig
 
 transformers.utils.logging.disable_progress_bar()
 

@@ -23,7 +23,7 @@ from known_requests import (
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.loop.scheduler import Scheduler
-from penstock.scheduler.plan import Pooling, SamplingParams, StepPlan, WorkerFacts
+from penstock.scheduler.plan import Pooling, SamplingParams, StepPlan
 from penstock.scheduler.planning.queues import WaitingQueue
 from penstock.scheduler.planning.sequence import SequenceStatus
 from penstock.scheduler.policy import Policy
@@ -31,6 +31,7 @@ from penstock.scheduler.request import Change, EngineFinishReason, Prompt, Refus
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.testing.fake_worker import CheckedSlots, FakeRow, FakeWorker, token_of_history
 from penstock.scheduler.timing.queued_work import total_work
+from penstock.scheduler.worker_config import WorkerFacts
 
 
 class World:

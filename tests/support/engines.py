@@ -24,15 +24,7 @@ from penstock.models.worker.speculation import check_speculation, make_controlle
 from penstock.scheduler.engine_stats import EngineStats
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.plan import (
-    Pooling,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-    WorkerConfig,
-    WorkerFacts,
-)
+from penstock.scheduler.plan import Pooling, SamplingParams, StepPlan, StepResult, TokenLogprobs
 from penstock.scheduler.request import (
     Embedded,
     EngineFinishReason,
@@ -44,6 +36,7 @@ from penstock.scheduler.request import (
     SequenceDelta,
     TextDelta,
 )
+from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 
 
 class Eager(SpeculationController):

@@ -22,7 +22,8 @@ from penstock.models.batch.rows import Ids, Row
 from penstock.models.batch.sampled_positions import SampledPosition
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.errors import ModelError
-from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs, WorkerConfig, WorkerFacts
+from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs
+from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.outputs import add_to_vectors, prompt_parts
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.info import CheckpointInfo
-from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
+from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import Experts, NormKind, NormPlacement, QkNorm, Scoring
 from penstock.models.backends.cuda.model import logits_dtype
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
-from penstock.scheduler.plan import MAX_FORCED_DRAFTS, MAX_PREDICTED_DRAFTS, WorkerConfig
+from penstock.scheduler.worker_config import MAX_FORCED_DRAFTS, MAX_PREDICTED_DRAFTS, WorkerConfig
 
 
 def shape_of(

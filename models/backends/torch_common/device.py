@@ -5,7 +5,7 @@ import torch
 from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.errors import ModelError
-from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.worker_config import WorkerConfig
 
 DTYPES = {
     "float32": torch.float32,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.models.backends.memory import num_host_blocks
 from penstock.models.errors import ModelError
-from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.worker_config import WorkerConfig
 
 MEASURED_BLOCKS, MEASUREMENTS = 64, 3
 

@@ -18,7 +18,7 @@ from penstock.models.backends.transformers_module.attention import ModuleAttenti
 from penstock.models.batch.batch import Batch
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.errors import ModelError
-from penstock.scheduler.plan import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
+from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
 

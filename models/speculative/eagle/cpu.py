@@ -18,7 +18,7 @@ from penstock.models.backends.memory import allocated, check_weights_fit
 from penstock.models.checkpoint.eagle import EagleCheckpoint
 from penstock.models.errors import ModelError
 from penstock.models.speculative.eagle.head import Draws, HeadDraft, HeadResult, HeadStep, ids_on_host, joined
-from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.worker_config import WorkerConfig
 
 SamplingLines = np.dtype(SamplingRow)
 """``SamplingRow`` as a NumPy dtype."""

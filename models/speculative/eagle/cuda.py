@@ -28,7 +28,7 @@ from penstock.models.batch.rows import Ids
 from penstock.models.checkpoint.eagle import EagleCheckpoint
 from penstock.models.speculative.eagle.head import HeadDraft, HeadResult, HeadStep, ids_on_host
 from penstock.models.speculative.eagle.torch_common import DrawTensors, HeadWeights, draw_drafts, load_head_weights
-from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.worker_config import WorkerConfig
 
 Made = tuple[Tensor, Tensor]
 """The states of the tokens after which a draft is chosen, (S, hidden) each: the one that the next step continues from,

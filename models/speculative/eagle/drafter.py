@@ -21,7 +21,7 @@ from penstock.models.checkpoint.eagle import EagleCheckpoint, check_head
 from penstock.models.speculative.draft_model import directory, with_kv_room
 from penstock.models.speculative.drafter import Drafter, Proposal, Wanted
 from penstock.models.speculative.eagle.head import NO_DRAWS, Draws, EagleHead, HeadDraft, HeadResult, HeadStep
-from penstock.scheduler.plan import WorkerConfig, WorkerFacts
+from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
 

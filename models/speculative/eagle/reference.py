@@ -15,7 +15,7 @@ from penstock.models.backends.torch_common.rope_tables import cos_sin_tables
 from penstock.models.checkpoint.eagle import EagleCheckpoint
 from penstock.models.speculative.eagle.head import Floats, HeadDraft, HeadResult, HeadStep, ids_on_host, joined
 from penstock.models.speculative.eagle.torch_common import HeadWeights, draw_drafts, draw_tensors, load_head_weights
-from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.worker_config import WorkerConfig
 
 
 class ReferenceHead:

@@ -14,7 +14,7 @@ from penstock.models.backends.torch_common.loader import FileSource, load_weight
 from penstock.models.backends.torch_common.weights import DenseLinear, RmsNorm, Weights
 from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, EagleCheckpoint
 from penstock.models.speculative.eagle.head import Draws
-from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.worker_config import WorkerConfig
 
 
 @dataclass(frozen=True)

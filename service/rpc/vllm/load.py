@@ -8,7 +8,7 @@ from smg_grpc_proto.generated import common_pb2 as common, vllm_engine_pb2 as vl
 from penstock.scheduler.engine_stats import EngineStats
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.loop.live_requests import LiveRequestFilter
-from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.worker_config import WorkerFacts
 from penstock.service.telemetry.recent_stats import RecentStats
 
 WINDOW_S = 3

@@ -17,7 +17,7 @@ import penstock.v1 as pb
 from penstock.clients.events import Delta, Finished, collect
 from penstock.clients.gateway.requests.chat import build_chat
 from penstock.clients.gateway.schemas.chat import ChatRequest
-from penstock.scheduler.plan import DraftMethod, SpeculationConfig
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
 from penstock.service.text.detokenizer import text_states
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.clients.gateway.schemas.completions import CompletionResponse
-from penstock.scheduler.plan import DraftMethod, SpeculationConfig
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
 
 PATH = "/v1/completions"
 FORMS: list[dict[str, Any]] = [

@@ -16,17 +16,8 @@ from penstock.models.backends.base import load_backend
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
 from penstock.models.worker.runner import Runner
-from penstock.scheduler.plan import (
-    MAX_PREDICTED_DRAFTS,
-    AddedRow,
-    Chunk,
-    Decode,
-    Pooling,
-    RowBlocks,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-)
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, Pooling, RowBlocks, SamplingParams, StepPlan, StepResult
+from penstock.scheduler.worker_config import MAX_PREDICTED_DRAFTS
 
 if not find_spec("triton"):
     pytest.skip("needs Triton, which has wheels only for Linux", allow_module_level=True)

@@ -21,16 +21,8 @@ from penstock.models.batch.sampled_positions import GrammarBitmasks, SampledPosi
 from penstock.models.speculative.draft_model import DraftModelDrafter, load as load_draft_model
 from penstock.models.speculative.drafter import Wanted
 from penstock.models.worker.runner import _expect, _results
-from penstock.scheduler.plan import (
-    AddedRow,
-    Chunk,
-    Decode,
-    DraftMethod,
-    RowResult,
-    SamplingParams,
-    SpeculationConfig,
-    StepPlan,
-)
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowResult, SamplingParams, StepPlan
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
 
 if not find_spec("triton"):
     pytest.skip("needs Triton, which has wheels only for Linux", allow_module_level=True)

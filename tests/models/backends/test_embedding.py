@@ -19,16 +19,7 @@ from penstock.models.checkpoint.pooling_config import PoolingConfig, read_embedd
 from penstock.models.errors import ModelError
 from penstock.models.executor.wire import FrameBuffer, FrameKind, encode_frame
 from penstock.models.worker.runner import Runner
-from penstock.scheduler.plan import (
-    AddedRow,
-    Chunk,
-    Decode,
-    Pooling,
-    RowResult,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-)
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, Pooling, RowResult, SamplingParams, StepPlan, StepResult
 
 pytestmark = pytest.mark.usefixtures("cpu_library")
 

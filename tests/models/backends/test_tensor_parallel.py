@@ -29,8 +29,9 @@ from penstock.models.executor.spawn import QUIET
 from penstock.models.executor.wire import FrameKind, encode_frame
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.plan import SamplingParams, StepPlan, WorkerConfig
+from penstock.scheduler.plan import SamplingParams, StepPlan
 from penstock.scheduler.request import EngineFinishReason
+from penstock.scheduler.worker_config import WorkerConfig
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2)
 SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, top_k=100, seed=2**63 + 11, repetition_penalty=1.1)

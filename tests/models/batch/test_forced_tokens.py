@@ -12,8 +12,9 @@ from penstock.models.speculative.drafter import Drafter, Proposal, Wanted
 from penstock.models.structured_output.compiler import to_grammar
 from penstock.models.structured_output.manager import grammars_of
 from penstock.models.worker.runner import Runner
-from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan, WorkerConfig
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
 from penstock.scheduler.reasoning_limit import MarkerSearch, ReasoningLimit
+from penstock.scheduler.worker_config import WorkerConfig
 
 DEMO = str(Path(__file__).parents[3] / "models" / "demo")
 PROMPT = [531, 924, 296]

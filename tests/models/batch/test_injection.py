@@ -9,8 +9,9 @@ import torch
 
 from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.engine_stats import EngineState
-from penstock.scheduler.plan import DraftMethod, SamplingParams, SpeculationConfig
+from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import SequenceDelta, TokensInjected
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_TOKENS = 40

@@ -13,7 +13,8 @@ from penstock.models.speculative.controller import SpeculationController
 from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.drafter import Drafter, Proposal, Wanted
 from penstock.models.worker.runner import Runner
-from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowResult, SamplingParams, StepPlan, WorkerFacts
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowResult, SamplingParams, StepPlan
+from penstock.scheduler.worker_config import WorkerFacts
 
 GREEDY = SamplingParams(temperature=0.0)
 

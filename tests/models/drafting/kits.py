@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from penstock.models.architecture.registry import spec_from_config
 from penstock.models.checkpoint.eagle import LAYER_IDS, _published, _spec
-from penstock.scheduler.plan import DraftMethod, SpeculationConfig
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
 
 
 def save_twin(path: Path, module: Any, noise: float) -> Path:

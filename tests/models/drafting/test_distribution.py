@@ -12,7 +12,8 @@ from penstock.models.backends.base import load_backend
 from penstock.models.batch.batch import Sampled
 from penstock.models.worker import runner
 from penstock.models.worker.speculation import check_speculation, make_drafter
-from penstock.scheduler.plan import DraftMethod, SamplingParams
+from penstock.scheduler.plan import SamplingParams
+from penstock.scheduler.worker_config import DraftMethod
 
 from .kits import speculation_of
 

@@ -13,7 +13,8 @@ from penstock.models.speculative.row_indexes import PORTION
 from penstock.models.speculative.suffix import SuffixDrafter
 from penstock.models.speculative.token_index import MAX_OCCURRENCES, Cursor, TokenIndex
 from penstock.models.worker.speculation import check_speculation, make_controller
-from penstock.scheduler.plan import AddedRow, DraftMethod, SamplingParams, SpeculationConfig, StepPlan, WorkerConfig
+from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
 
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=MAX_OCCURRENCES)
 """So short that no place of a pair is left out."""

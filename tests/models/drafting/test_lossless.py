@@ -15,16 +15,8 @@ from penstock.models.speculative.ngram import NgramDrafter
 from penstock.models.speculative.suffix import SuffixDrafter
 from penstock.models.worker.speculation import make_controller, make_drafter
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.plan import (
-    AddedRow,
-    Chunk,
-    Decode,
-    DraftMethod,
-    SamplingParams,
-    SpeculationConfig,
-    StepPlan,
-    WorkerConfig,
-)
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig, WorkerConfig
 
 NUM_TOKENS = 24
 VOCAB_SIZE = 160

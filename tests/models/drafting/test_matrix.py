@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.scheduler.plan import DraftMethod, SamplingParams
+from penstock.scheduler.plan import SamplingParams
+from penstock.scheduler.worker_config import DraftMethod
 
 from .kits import speculation_of
 

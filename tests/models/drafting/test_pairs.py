@@ -18,7 +18,8 @@ from penstock.models.checkpoint.checkpoint import resolve_model
 from penstock.models.executor.process import WorkerProcess
 from penstock.models.structured_output.compiler import to_grammar
 from penstock.scheduler.engine_stats import EngineStats
-from penstock.scheduler.plan import MAX_FORCED_DRAFTS, DraftMethod, SamplingParams, SpeculationConfig, StepPlan
+from penstock.scheduler.plan import SamplingParams, StepPlan
+from penstock.scheduler.worker_config import MAX_FORCED_DRAFTS, DraftMethod, SpeculationConfig
 
 pytestmark = pytest.mark.usefixtures("cpu_library")
 

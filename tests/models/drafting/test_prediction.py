@@ -15,14 +15,8 @@ from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.drafter import NoDrafter, Wanted
 from penstock.models.speculative.prediction import MAX_REPLACED, NEAR, WINDOW, Predictions
 from penstock.models.worker.speculation import make_drafter
-from penstock.scheduler.plan import (
-    MAX_PREDICTED_DRAFTS,
-    AddedRow,
-    DraftMethod,
-    SamplingParams,
-    SpeculationConfig,
-    StepPlan,
-)
+from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
+from penstock.scheduler.worker_config import MAX_PREDICTED_DRAFTS, DraftMethod, SpeculationConfig
 
 PROMPT = [7] * 5
 TEXT = [3 * at % 101 + 200 * (at // 101) for at in range(160)]

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from penstock.kernels.reference.sampling import keyed_gumbel
-from penstock.scheduler.plan import DraftMethod, SpeculationConfig
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
 
 VOCAB, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 160, 64, 56, 3, 1, 24
 DRAFTED = 90

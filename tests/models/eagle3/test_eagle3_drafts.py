@@ -23,16 +23,8 @@ from penstock.models.train_demo.eagle3 import draft
 from penstock.models.train_demo.export import read_head, read_model
 from penstock.models.worker.runner import Runner
 from penstock.models.worker.speculation import check_speculation, make_controller
-from penstock.scheduler.plan import (
-    AddedRow,
-    Chunk,
-    Decode,
-    DraftMethod,
-    SamplingParams,
-    SpeculationConfig,
-    StepPlan,
-    StepResult,
-)
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan, StepResult
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
 
 pytestmark = pytest.mark.usefixtures("cpu_library")
 

@@ -10,7 +10,7 @@ from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.eagle import check_head
 from penstock.models.errors import ModelError
 from penstock.models.speculative.eagle import drafter as eagle
-from penstock.scheduler.plan import DraftMethod, SpeculationConfig
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
 
 
 def change(name, value):

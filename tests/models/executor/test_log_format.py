@@ -149,7 +149,7 @@ FAILING_WORKER = """
 import socket
 from penstock.models.worker import main as worker
 from penstock.models.executor.wire import Channel, FrameKind
-from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.worker_config import WorkerConfig
 
 def fail(config):
     raise RuntimeError("CUDA error: no device")

@@ -26,8 +26,8 @@ from penstock.scheduler.plan import (
     StepPlan,
     StepResult,
     TokenLogprobs,
-    WorkerConfig,
 )
+from penstock.scheduler.worker_config import WorkerConfig
 
 SAMPLING = SamplingParams(seed=2**64 - 1, bad_words=((1, 2), (3,)), logit_bias=((4, -1.5),))
 PLAN = StepPlan(

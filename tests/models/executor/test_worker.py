@@ -18,15 +18,8 @@ from penstock.models.executor.spawn import UNINTERRUPTED, WORKER, spawn
 from penstock.models.executor.wire import FrameBuffer, encode_frame
 from penstock.models.worker.main import MAX_PARTS_BYTES, TOKEN_BYTES
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.plan import (
-    AddedRow,
-    Chunk,
-    Decode,
-    DraftMethod,
-    SamplingParams,
-    SpeculationConfig,
-    StepPlan,
-)
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -232,7 +225,7 @@ async def test_stop_while_it_loads(tiny_model, worker_config):
 PARENT = """
 import asyncio, sys
 from penstock.models.executor.process import WorkerProcess
-from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.worker_config import WorkerConfig
 
 async def main():
     worker = WorkerProcess(WorkerConfig(model=sys.argv[1], num_threads=1, kv_cache_bytes=1 << 24))

@@ -12,8 +12,9 @@ from penstock.models.executor import process as launch
 from penstock.models.executor.liveness import MemoryKills
 from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.plan import StepPlan, WorkerConfig
+from penstock.scheduler.plan import StepPlan
 from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.scheduler.worker_config import WorkerConfig
 
 PLAN = StepPlan(0, [], [], [], [], [])
 

@@ -16,7 +16,7 @@ if not find_spec("triton"):
 from penstock.models.backends.cuda.backend import weight_bytes
 from penstock.models.backends.cuda.linear import CudaLinears
 from penstock.models.backends.torch_common.loader import load_weights
-from penstock.scheduler.plan import WorkerConfig
+from penstock.scheduler.worker_config import WorkerConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 QKV = tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")

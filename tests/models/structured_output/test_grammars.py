@@ -25,7 +25,8 @@ from penstock.models.structured_output.compiler import (
 )
 from penstock.models.structured_output.manager import StructuredOutputManager, grammars_of
 from penstock.models.worker.runner import Runner
-from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowFailure, SamplingParams, StepPlan, WorkerConfig
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowFailure, SamplingParams, StepPlan
+from penstock.scheduler.worker_config import WorkerConfig
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 EOS = (4093, 4095)

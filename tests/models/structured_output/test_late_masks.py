@@ -17,7 +17,8 @@ from penstock.models.structured_output.compiler import read_tokenizer
 from penstock.models.structured_output.manager import StructuredOutputManager
 from penstock.models.structured_output.mask_work import MaskTools, RowWork
 from penstock.models.worker.runner import Runner
-from penstock.scheduler.plan import RowFailure, WorkerConfig
+from penstock.scheduler.plan import RowFailure
+from penstock.scheduler.worker_config import WorkerConfig
 
 
 @pytest.fixture(scope="module")

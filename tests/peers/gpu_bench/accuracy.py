@@ -20,7 +20,8 @@ from penstock.models.backends.tensor_parallel import ALONE
 from penstock.models.backends.torch_common.host_pages import HostPages
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.worker.runner import Runner
-from penstock.scheduler.plan import AddedRow, Chunk, RowResult, SamplingParams, StepPlan, WorkerConfig
+from penstock.scheduler.plan import AddedRow, Chunk, RowResult, SamplingParams, StepPlan
+from penstock.scheduler.worker_config import WorkerConfig
 
 ROWS = 3
 LONGEST = 256

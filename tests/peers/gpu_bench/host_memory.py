@@ -16,8 +16,9 @@ from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.models.worker.runner import Runner
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.scheduler import Scheduler
-from penstock.scheduler.plan import SamplingParams, WorkerFacts
+from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Event, Request, RequestFinished, TextDelta
+from penstock.scheduler.worker_config import WorkerFacts
 
 SALT = tenant_salt("bench", "bench")
 GREEDY = SamplingParams(temperature=0.0)

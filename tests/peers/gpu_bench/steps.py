@@ -33,15 +33,8 @@ from penstock.models.backends.cuda.backend import CudaBackend
 from penstock.models.backends.cuda.model import Hidden
 from penstock.models.backends.cuda.step_io import Size
 from penstock.models.worker.runner import Runner
-from penstock.scheduler.plan import (
-    AddedRow,
-    Chunk,
-    Decode,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-    WorkerConfig,
-)
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan, StepResult
+from penstock.scheduler.worker_config import WorkerConfig
 
 AHEAD = 2
 """Steps that are begun before the first of them is waited for, as a service does."""

@@ -8,11 +8,11 @@ from statistics import median
 import pytest
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.plan import MeasuredStep, WorkerFacts
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import EngineFinishReason
 from penstock.scheduler.testing.simulation import Outcome, Simulation, StepSeconds, cpu_step_s
 from penstock.scheduler.timing.step_time import StepWork
+from penstock.scheduler.worker_config import MeasuredStep, WorkerFacts
 
 BLOCK_SIZE = 16
 KINDS = ("none", "cached", "shared", "continued")

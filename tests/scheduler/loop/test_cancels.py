@@ -17,10 +17,11 @@ from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.plan import SamplingParams, WorkerConfig
+from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.planning.sequence import SequenceStatus, sampling_of_choice
 from penstock.scheduler.request import EngineFinishReason, TextDelta
 from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.scheduler.worker_config import WorkerConfig
 
 VOCAB_SIZE = 100
 NUM_LIVE = 24

@@ -8,9 +8,10 @@ from cpu_bench.workloads import build
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.scheduler import Scheduler
-from penstock.scheduler.plan import SamplingParams, StepPlan, WorkerFacts
+from penstock.scheduler.plan import SamplingParams, StepPlan
 from penstock.scheduler.request import Request, TextDelta
 from penstock.scheduler.testing.fake_worker import CheckedSlots, FakeWorker, token_of_history
+from penstock.scheduler.worker_config import WorkerFacts
 
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE = 16, 1024, 5000
 

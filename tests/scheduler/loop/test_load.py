@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import RefusalKind
 from penstock.scheduler.testing.simulation import Outcome, Simulation, cpu_step_s
+from penstock.scheduler.worker_config import WorkerFacts
 
 MAX_ROWS = 32
 PLAIN = SchedulerConfig(max_num_seqs=MAX_ROWS, enable_prefix_caching=False, max_queued_requests=10_000)

@@ -3,12 +3,13 @@
 import pytest
 
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.plan import RowFailure, SamplingParams, WorkerFacts
+from penstock.scheduler.plan import RowFailure, SamplingParams
 from penstock.scheduler.request import Change, EngineFinishReason, SpeculationCounts
 from penstock.scheduler.testing.simulation import Simulation
 from penstock.scheduler.timeline_entry import EntryKind
 from penstock.scheduler.timing.queued_work import sequence_work
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
+from penstock.scheduler.worker_config import WorkerFacts
 
 
 def config(**changes):

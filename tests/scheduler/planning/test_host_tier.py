@@ -4,11 +4,12 @@ import pytest
 
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan, WorkerFacts
+from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan
 from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
 from penstock.scheduler.testing.fake_worker import BrokenPlan, CheckedSlots, FakeWorker, token_of_history
 from penstock.scheduler.testing.simulation import cpu_step_s
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
+from penstock.scheduler.worker_config import WorkerFacts
 
 CONFIG = SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=64)
 NUM_BLOCKS = 11

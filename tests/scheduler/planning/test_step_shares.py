@@ -6,9 +6,9 @@ from statistics import median
 import pytest
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
-from penstock.scheduler.plan import WorkerFacts
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.testing.simulation import Simulation, cpu_step_s
+from penstock.scheduler.worker_config import WorkerFacts
 
 FAIR = SchedulerConfig(policy=Policy.FAIR, max_num_seqs=128, max_num_batched_tokens=512)
 

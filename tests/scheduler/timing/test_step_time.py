@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from penstock.scheduler.plan import MeasuredStep
 from penstock.scheduler.testing.simulation import cpu_step_s
 from penstock.scheduler.timing.step_time import COMFORT_S, MIN_CHUNK, MIN_SHARE, StepTimeModel, StepWork
+from penstock.scheduler.worker_config import MeasuredStep
 
 
 def some_work(rng):

@@ -11,7 +11,7 @@ from penstock.clients.host.cpu_library import CpuLibrary
 from penstock.clients.host.machine import Gpu, inspect_machine
 from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.plan import WorkerFacts
+from penstock.scheduler.worker_config import WorkerFacts
 from penstock.service.app import prepare, serve
 from penstock.service.config.flags import ConfigError
 from penstock.service.config.serve_config import ServeConfig

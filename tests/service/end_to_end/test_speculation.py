@@ -12,8 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.plan import DraftMethod, RowFailure, SpeculationConfig
+from penstock.scheduler.plan import RowFailure
 from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
 from penstock.service.app.embedded import LocalServiceError, local_service
 from penstock.service.app.prepare import prepare
 from penstock.service.config.command_line import parse_config

@@ -10,7 +10,7 @@ from monitoring.prometheus_server import running_prometheus, skip_without
 from wire.http_get import fetch
 
 import penstock.v1 as pb
-from penstock.scheduler.plan import DraftMethod, SpeculationConfig
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
 from penstock.service.telemetry.catalog import INSTRUMENTS
 
 pytestmark = [pytest.mark.soak, skip_without("prometheus"), skip_without("promtool")]

@@ -1,0 +1,180 @@
+"""How a worker is started: its settings, and the facts that it reports. Plain data, without tensors and sockets."""
+
+from enum import Enum
+
+import msgspec
+
+
+class DraftMethod(Enum):
+    """The source of drafts."""
+
+    NGRAM = "ngram"
+    """The tokens that followed the same tokens earlier in the row."""
+    SUFFIX = "suffix"
+    """The tokens that most often followed the longest matching suffix, in the row or in recent outputs of its
+    tenant."""
+    DRAFT_MODEL = "draft_model"
+    """A small model with the same tokenizer."""
+    EAGLE3 = "eagle3"
+    """A head on the model's own hidden states."""
+
+
+class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a worker drafts: ``--speculative-config``, with vLLM's names."""
+
+    method: DraftMethod
+    num_speculative_tokens: int
+    """The maximum number of drafts of a row in a step."""
+    model: str | None = None
+    """A directory in Hugging Face's layout; for ``draft_model`` and ``eagle3``."""
+    prompt_lookup_max: int = 4
+    """The maximum number of tokens that ``ngram`` looks up."""
+    prompt_lookup_min: int = 2
+    """The minimum number of tokens that ``ngram`` looks up."""
+    suffix_decoding_max_tree_depth: int = 24
+    """The maximum number of tokens of a suffix and its continuation, for ``suffix``."""
+    suffix_decoding_max_cached_requests: int = 1000
+    """The maximum number of outputs that ``suffix`` keeps per tenant."""
+    suffix_decoding_max_spec_factor: float = 1.0
+    """The maximum number of drafts per token of the suffix that ``suffix`` found."""
+    suffix_decoding_min_token_prob: float = 0.1
+    """The minimum share of cases in which a draft must have followed, for ``suffix``."""
+
+
+MAX_FORCED_DRAFTS = 16
+"""The maximum number of drafts of a row in a step where its grammar allows only one text, whatever else may be
+drafted."""
+
+MAX_PREDICTED_DRAFTS = 32
+"""The maximum number of drafts of a row with a prediction in a step, whatever else may be drafted."""
+
+MAX_BATCHED_TOKENS = 2048
+"""The maximum number of tokens in a step, unless the operator sets a higher one."""
+
+
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """The settings of a worker. The same config gives the same facts after every restart, except for times."""
+
+    model: str
+    """A directory in Hugging Face's layout."""
+    device: str = "cpu"
+    dtype: str = "auto"
+    """auto, float32, bfloat16, float16 or float64; auto is the checkpoint's."""
+    backend: str = "auto"
+    block_size: int = 16
+    max_model_len: int | None = None
+    """None: the model's own context."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    """None: the number that the backend computes in a short time, or ``MAX_BATCHED_TOKENS``."""
+    kv_cache_bytes: int | None = None
+    """None: ``memory_utilization`` of the device memory that is free after the weights are loaded."""
+    num_blocks: int | None = None
+    """The size of the KV cache in blocks; None: as many as the memory holds."""
+    block_bytes_beside: int = 0
+    """Bytes that others, such as a draft model, need for each block."""
+    feature_layers: tuple[int, ...] = ()
+    """Layers of the model for which a step may need the hidden states before them."""
+    memory_utilization: float = 0.5
+    host_kv_cache_bytes: int = 0
+    """Host memory for evicted blocks; 0: they are discarded."""
+    num_threads: int = 1
+    """The number of compute threads, on a CPU."""
+    cpu_pinning: str = "auto"
+    """Whether each of those threads is pinned to a core: on, off, or auto, if the worker has cores of its own."""
+    max_memory_bytes: int | None = None
+    """The maximum host memory that the worker may use in total, however much is free; None: all that is free."""
+    tokenizer_vocab_size: int | None = None
+    """Rows of the vocabulary from this one on are masked; None: the model's size."""
+    tokenizer_num_ids: int | None = None
+    """All ids of the tokenizer are below this number, which may exceed the model's rows; None:
+    ``tokenizer_vocab_size``."""
+    load_format: str = "auto"
+    """auto: safetensors; dummy: random weights from the config alone, for benchmarks."""
+    quantization: str = "none"
+    """none: as in the checkpoint; int8, int4 or fp8: quantized at load from a float checkpoint; gptq, awq,
+    compressed-tensors, mxfp4 or modelopt: the checkpoint must have this format, which it may also have with fp8."""
+    kv_cache_dtype: str = "auto"
+    """auto, int8 or fp8; auto is the type of the activations."""
+    deterministic: bool = False
+    """On a GPU, a row's results are bitwise the same in every batch, at the cost of speed. On the backend cpu they
+    always are."""
+    log_level: str = "info"
+    """The worker's log level: debug, info, warning or error."""
+    log_format: str = "text"
+    """text or json, one line per message."""
+    speculation: SpeculationConfig | None = None
+    """None: only tokens that grammars force or callers predict are drafted."""
+    uses_predictions: bool = True
+    """Whether rows may have drafts from their predictions."""
+    tokenizer: str | None = None
+    """The directory of the model's tokenizer, which grammars need; None: no grammars."""
+    special_tokens: tuple[str, ...] = ()
+    """The tokenizer's special tokens, as the service knows them. They are not text, so a grammar's text cannot match
+    them."""
+    added_tokens: tuple[tuple[int, str], ...] = ()
+    """Ids and contents of the tokenizer's tokens that tokenizer.json lacks."""
+    eos_token_ids: tuple[int, ...] = ()
+    """The model's end-of-sequence tokens, which may follow once a grammar's text is complete."""
+    tensor_parallel_size: int = 1
+    """The number of ranks that share the model, each a worker of its own. ``num_threads`` and ``max_memory_bytes`` are
+    totals for all of them until each rank receives its part."""
+    tensor_parallel_rank: int = 0
+    """This worker's rank. All ranks get every plan; only rank 0 returns results."""
+    rendezvous: str = ""
+    """The meeting point of the ranks: the path of a file that does not exist yet, in a directory that only they use."""
+    measures_steps: bool = True
+    """Whether the worker computes some steps for ``measured_steps``; false for a worker that replaces another."""
+
+    @property
+    def drafts_predictions(self) -> bool:
+        """Whether it drafts from predictions. Tensor parallel ranks do not: each would choose by its own clock."""
+        return self.uses_predictions and self.tensor_parallel_size == 1
+
+
+class MeasuredStep(msgspec.Struct, array_like=True, frozen=True):
+    """The time of a step with one chunk of a history, several equal chunks, or decoding rows of two tokens."""
+
+    start: int
+    end: int
+    """The end of the chunk; 0: there was none."""
+    decodes: int
+    computed_us: int
+    chunks: int = 1
+    """The number of histories with such a chunk."""
+
+
+class WorkerFacts(msgspec.Struct, frozen=True):
+    """The properties of a started worker, which it reports to the service."""
+
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    """Rows of the logits."""
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    architecture: str
+    backend: str
+    device: str
+    dtype: str
+    kv_cache_dtype: str
+    """The type of keys and values."""
+    weight_bytes: int
+    kv_bytes: int
+    quantization: str = "none"
+    """The format of the weights: none, int8, int4, fp8, gptq, awq, compressed-tensors, mxfp4, modelopt or gguf."""
+    instruction_set: str = ""
+    """The CPU instruction set of the kernels; empty where the backend does not choose one."""
+    num_threads: int = 0
+    """The number of compute threads, on a CPU; 0 on a GPU."""
+    hidden_size: int = 1
+    """The length of a row's vector."""
+    tensor_parallel_size: int = 1
+    """The number of ranks that share the model. Bytes and threads are those of each rank."""
+    num_host_blocks: int = 0
+    """The number of slots of the host tier, numbered from 0."""
+    copy_us_per_block: float = 0.0
+    """The approximate time to copy one block between the tiers, measured at the start."""
+    measured_steps: tuple[MeasuredStep, ...] = ()
+    """Steps that were computed at the start, so that times can be predicted from the first request on."""
