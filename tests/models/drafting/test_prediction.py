@@ -221,7 +221,7 @@ async def test_the_output_is_that_of_transformers(
     answers = await predicted(model, engine, prompts)
     assert engine.stats.preemptions > 0
     speculation = [answer.finished.speculation for answer in answers]
-    assert [one is not None and one.accepted_predicted >= 20 for one in speculation] == [True, True, False, False] * 2
+    assert [one is not None and one.accepted_predicted >= 15 for one in speculation] == [True, True, False, False] * 2
     assert all(one is None or one.predicted == one.drafted for one in speculation)
 
 

@@ -267,6 +267,7 @@ import asyncio, sys, uvloop
 from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import *
+from penstock.scheduler.worker_config import WorkerConfig
 import os, signal
 
 async def main():
