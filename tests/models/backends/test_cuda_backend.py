@@ -48,6 +48,7 @@ VARIANTS = [
 LONG = (
     "cohere-qk-norm",
     "gemma2",
+    "gemma3",
     "gemma4-experts",
     "gemma4-inputs",
     "glm4-moe",
