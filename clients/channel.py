@@ -50,9 +50,12 @@ class Tls:
     """The name to expect in the service's certificate, if it differs from the target's."""
 
 
-def open_channel(target: str, tls: Tls | None) -> grpc.aio.Channel:
-    """Returns a channel, which connects on first use. Raises PenstockError if a file cannot be read or is missing."""
+def open_channel(target: str, tls: Tls | None, *, has_own_connection: bool = False) -> grpc.aio.Channel:
+    """Returns a channel, which connects on first use. Channels to the same target share a connection, unless
+    ``has_own_connection``. Raises PenstockError if a file cannot be read or is missing."""
     options: list[tuple[str, int | str]] = list(_OPTIONS)
+    if has_own_connection:
+        options.append(("grpc.use_local_subchannel_pool", 1))
     if _LOOPBACK.match(target):
         options += _ON_THIS_MACHINE
     if tls is None:

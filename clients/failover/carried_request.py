@@ -90,8 +90,9 @@ class CarriedRequest:
         self._cut: list[Delta] = []
         """The last deltas of a replica that failed, which no other replica would have sent."""
         self._reason_to_move: RequestFailed | None = None
-        self._waiting: asyncio.TimerHandle | None = None
-        self._is_cancelled = self._has_ended = False
+        self._waiting: asyncio.Handle | None = None
+        """The next move, or the failure of a request that was cancelled before it."""
+        self._is_cancelled = False
         self._deadline: float | None = None
         if self._may_move:
             self._keep_start(start)
@@ -99,11 +100,13 @@ class CarriedRequest:
         self.ref = self.stream.carry(start, self)
 
     def cancel(self) -> None:
-        """Requests the early end of the request. Does nothing if it has ended."""
+        """Requests the early end of the request. Does nothing if it has ended. Never calls the receiver itself."""
         self._is_cancelled = True
         self.stream.cancel(self.ref)
         if self._waiting is not None:
-            self._give_up(RequestFailed(grpc.StatusCode.CANCELLED, "cancelled while its replica was gone"))
+            self._waiting.cancel()
+            failure = RequestFailed(grpc.StatusCode.CANCELLED, "cancelled while its replica was gone")
+            self._waiting = asyncio.get_running_loop().call_soon(self._give_up, failure)
 
     def update(self, update: pb.GenerationUpdate) -> None:
         """Changes the request. Does nothing if it has ended."""
@@ -202,9 +205,7 @@ class CarriedRequest:
         return delta
 
     def _give_up(self, failure: RequestFailed) -> None:
-        if self._waiting is not None:
-            self._waiting.cancel()
-            self._waiting = None
+        self._waiting = None
         for delta in self._cut:
             self._receiver.put(self._shown(delta))
         self._cut.clear()

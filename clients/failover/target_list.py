@@ -25,7 +25,8 @@ def open_targets(target: str, tls: Tls | None) -> "grpc.aio.Channel | TargetList
     targets = split_targets(target)
     if len(targets) == 1:
         return open_channel(targets[0], tls)
-    return TargetList([open_channel(each, tls) for each in targets])
+    # A balancer that is listed twice has another replica only for another connection.
+    return TargetList([open_channel(each, tls, has_own_connection=True) for each in targets])
 
 
 def channel_for_stream(channel: "grpc.aio.Channel | TargetList", avoid: object = None) -> grpc.aio.Channel:

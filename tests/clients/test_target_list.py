@@ -1,6 +1,7 @@
 """A list of targets: what is one, and which of its targets the next call goes to."""
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -58,3 +59,25 @@ async def test_a_target_that_lost_its_connection_is_not_tried_first():
             while targets._channels[0].get_state() is grpc.ChannelConnectivity.READY:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
             assert channel_for_stream(targets) is targets._channels[1]
+
+
+async def test_a_target_that_is_listed_twice_has_two_connections():
+    """Behind a balancer, the second one may lead to another replica."""
+    peers = set[str]()
+
+    async def note_peer(request: bytes, context: Any) -> bytes:
+        peers.add(context.peer())
+        return request
+
+    server = grpc.aio.server()
+    method: Any = grpc.unary_unary_rpc_method_handler(note_peer)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("a.Service", {"Call": method})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with target_list(f"127.0.0.1:{port},127.0.0.1:{port}") as targets:
+        first = channel_for_stream(targets)
+        for channel in (first, channel_for_stream(targets, first)):
+            call: Any = channel.unary_unary("/a.Service/Call")
+            await call(b"")
+    await server.stop(None)
+    assert len(peers) == 2

@@ -3,8 +3,9 @@
 A response that others continue outlives its own end, hidden: its items are part of their conversations.
 """
 
+import heapq
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from penstock.clients.gateway.stored.stored_response import Content, StoredResponse
 from penstock.clients.gateway.upstream.body_budget import TENANT_SHARE
@@ -77,12 +78,13 @@ class ResponseStore:
         self._renew(response)
         self._changes[response.id] = response
 
-    def end(self, response: StoredResponse, content: Content) -> None:
+    def end(self, response: StoredResponse, content: Content, *, may_exceed: bool = False) -> None:
         """Gives a live response, unless it was deleted, its final content; its time to live begins. Raises StoreFull,
-        and then changes nothing."""
+        and then changes nothing. ``may_exceed``: stores it even if there is no room."""
         if self._by_id.get(response.id) is not response:
             return
-        self._make_room(response.tenant, content.num_bytes - response.content.num_bytes, 0)
+        if not may_exceed:
+            self._make_room(response.tenant, content.num_bytes - response.content.num_bytes, 0)
         self._count(response, -response.num_bytes)
         response.content = content
         response.is_live = False
@@ -153,9 +155,9 @@ class ResponseStore:
         self._tenants[response.tenant].num_bytes += num_bytes
         self.num_bytes += num_bytes
 
-    def _remove(self, response: StoredResponse) -> None:
-        """Removes a response, and hidden ones that nothing else needs. If others continue it, hides it and keeps only
-        its items."""
+    def _remove(self, response: StoredResponse) -> StoredResponse | None:
+        """Removes a response, and hidden ones that nothing else needs. Returns the one that these continued and that
+        remains, if any. If others continue the response, hides it and keeps only its items."""
         self._by_expiry.pop(response.id, None)
         if response.num_users:
             before = response.num_bytes
@@ -163,15 +165,15 @@ class ResponseStore:
             response.content = Content(output=response.content.output)
             self._count(response, response.num_bytes - before)
             self._changes[response.id] = response
-            return
+            return None
         while True:
             self._drop(response)
             if not response.previous_id:
-                return
+                return None
             response = self._by_id[response.previous_id]
             response.num_users -= 1
             if response.num_users or not response.is_hidden:
-                return
+                return response
 
     def _drop(self, response: StoredResponse) -> None:
         self._count(response, -response.num_bytes)
@@ -186,13 +188,27 @@ class ResponseStore:
         """Evicts until so many more bytes and responses fit. Raises StoreFull."""
         if num_bytes > self.max_tenant_bytes:
             raise StoreFull
-        while (tenant := self._tenants.get(tenant_name)) is not None and self._is_over(tenant, num_bytes, num_more):
-            if not self._evict_oldest(tenant):
-                raise StoreFull
+        if (tenant := self._tenants.get(tenant_name)) is not None:
+            evictions = self._evictions(tenant)
+            while self._is_over(tenant, num_bytes, num_more):
+                if next(evictions, None) is None:
+                    raise StoreFull
+        if self._is_full(num_bytes, num_more):
+            self._make_room_in_all(num_bytes, num_more)
+
+    def _make_room_in_all(self, num_bytes: int, num_more: int) -> None:
+        """Evicts from the tenant that has the most bytes at the time. Raises StoreFull."""
+        largest_first = [(-tenant.num_bytes, at, tenant) for at, tenant in enumerate(self._tenants.values())]
+        heapq.heapify(largest_first)
+        evictions: dict[int, Iterator[StoredResponse]] = {}
         while self._is_full(num_bytes, num_more):
-            largest_first = sorted(self._tenants.values(), key=lambda tenant: tenant.num_bytes, reverse=True)
-            if not any(self._evict_oldest(tenant) for tenant in largest_first):
+            if not largest_first:
                 raise StoreFull
+            _, at, tenant = heapq.heappop(largest_first)
+            if at not in evictions:
+                evictions[at] = self._evictions(tenant)
+            if next(evictions[at], None) is not None:
+                heapq.heappush(largest_first, (-tenant.num_bytes, at, tenant))
 
     def _is_over(self, tenant: _TenantResponses, num_bytes: int, num_more: int) -> bool:
         num_after = len(tenant.responses) + num_more
@@ -201,9 +217,14 @@ class ResponseStore:
     def _is_full(self, num_bytes: int, num_more: int) -> bool:
         return len(self._by_id) + num_more > MAX_IN_ALL or self.num_bytes + num_bytes > self._max_bytes
 
-    def _evict_oldest(self, tenant: _TenantResponses) -> bool:
-        for response in tenant.responses.values():
-            if not response.num_users and not response.is_live:
-                self._remove(response)
-                return True
-        return False
+    def _evictions(self, tenant: _TenantResponses) -> Iterator[StoredResponse]:
+        """Removes one response with each step, the oldest that has ended and that no other continues, and yields it."""
+        for each in list(tenant.responses.values()):
+            response: StoredResponse | None = each
+            while response is not None and response.id in tenant.responses:
+                if response.num_users or response.is_live:
+                    break
+                # All that is older is still needed, except for what only this one continued.
+                older = self._remove(response)
+                yield response
+                response = older

@@ -149,7 +149,8 @@ class StoredResponses:
             self._store.end(response, content)
         except StoreFull:
             error = {"code": "server_error", "message": self._no_room(content.num_bytes).message}
-            self._store.end(response, response.content.with_fields({"status": "failed", "error": error}))
+            failed = response.content.with_fields({"status": "failed", "error": error})
+            self._store.end(response, failed, may_exceed=True)  # by the length of the error
         await self.save()
 
     async def delete(self, response: StoredResponse) -> None:
@@ -190,7 +191,8 @@ class StoredResponses:
             )
             return GatewayError(413, message, code="request_too_large")
         message = (
-            "the responses of this tenant that are in progress leave no room for another; wait until some have ended"
+            "the responses of this tenant that are in progress, and those that they continue, leave no room for "
+            "another; wait until some have ended, or begin a new conversation"
         )
         return try_again(429, message, code="responses_full")
 

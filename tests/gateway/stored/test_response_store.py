@@ -4,9 +4,12 @@ import random
 
 import pytest
 
+from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.stored import response_store
 from penstock.clients.gateway.stored.response_store import ResponseStore, StoreFull
 from penstock.clients.gateway.stored.stored_response import OVERHEAD_BYTES, Content, StoredResponse
+from penstock.clients.gateway.stored.stored_responses import StoredResponses
+from penstock.clients.host.parse_turns import ParseTurns
 
 LEAST = OVERHEAD_BYTES + Content().num_bytes
 UNIT = 2 * OVERHEAD_BYTES
@@ -144,6 +147,43 @@ def test_an_end_without_room_changes_nothing(store):
     with pytest.raises(StoreFull):
         store.end(live, Content(b"{}", b"x" * MAX_BYTES))
     assert (live.is_live, live.content, store.num_bytes) == (True, Content(), before)
+
+
+async def test_the_error_of_a_response_without_room_needs_no_room():
+    stored = StoredResponses(GatewaySettings(max_responses_bytes=4 * UNIT), ParseTurns())
+    live = response("a", num_bytes=2 * UNIT, is_live=True)
+    live.content = Content(b'{"status":"in_progress","error":null}')
+    live.input = live.input[: 2 * UNIT - OVERHEAD_BYTES - live.content.num_bytes]
+    await stored.add(live)
+    assert stored.size() == 2 * UNIT  # all that a tenant may have
+    await stored.end(live, Content(b'{"status":"completed"}', b"x" * UNIT))
+    assert (live.is_live, live.content.field("status")) == (False, "failed")
+    await stored.add(response("b"))
+    assert stored.size() == UNIT
+
+
+def test_a_large_response_takes_the_place_of_many_without_comparing_all_tenants_for_each(clock, monkeypatch):
+    num_reads = 0
+
+    class Counted(response_store._TenantResponses):
+        @property
+        def num_bytes(self):
+            nonlocal num_reads
+            num_reads += 1
+            return self._num_bytes
+
+        @num_bytes.setter
+        def num_bytes(self, value):
+            self._num_bytes = value
+
+    monkeypatch.setattr(response_store, "_TenantResponses", Counted)
+    store = ResponseStore(TTL_S, 400 * UNIT, clock)
+    for number in range(400):
+        add(store, str(number), tenant=f"t{number}")
+    num_reads = 0
+    add(store, "large", tenant="u", num_bytes=200 * UNIT)
+    assert len(store) == 201
+    assert num_reads < 10 * 400
 
 
 def test_the_number_is_limited(store, monkeypatch):

@@ -7,8 +7,9 @@ import grpc
 import pytest
 
 import penstock.v1 as pb
-from penstock.clients.errors import RequestFailed
+from penstock.clients.errors import RequestFailed, StreamBroken
 from penstock.clients.events import Delta, Finished, FinishReason, Timings, Usage
+from penstock.clients.failover.carried_request import CarriedRequest
 from penstock.clients.gateway.upstream.eagerly import run_eagerly
 from penstock.clients.gateway.upstream.upstream_request import Abandoned, UpstreamRequest
 
@@ -23,6 +24,38 @@ class Nobody:
 
     def done(self):
         pass
+
+
+class BrokenStream:
+    """A stream whose replica dies when the test calls ``die``."""
+
+    def __init__(self):
+        self.receivers: list[Any] = []
+
+    def carry(self, start, receiver):
+        self.receivers.append(receiver)
+        return len(self.receivers)
+
+    def cancel(self, ref):
+        pass
+
+    def die(self):
+        for receiver in self.receivers:
+            receiver.fail(StreamBroken(grpc.StatusCode.UNAVAILABLE, "the service ended the stream"))
+
+
+class Carrier:
+    """A caller whose requests move; counts those that have ended."""
+
+    def __init__(self, stream):
+        self.stream = stream
+        self.num_done = 0
+
+    def carry(self, start, receiver):
+        return CarriedRequest(start, receiver, lambda avoid=None: self.stream, num_targets=2).cancel
+
+    def done(self):
+        self.num_done += 1
 
 
 class Handler:
@@ -139,3 +172,19 @@ async def test_a_coroutine_that_need_not_wait_needs_no_task():
     assert task is not None
     await task
     assert done == [0, 2]
+
+
+async def test_a_caller_that_goes_while_its_requests_are_about_to_move():
+    stream = BrokenStream()
+    caller: Any = Carrier(stream)
+    upstream_request = UpstreamRequest(caller, [pb.GenerationStart(), pb.GenerationStart()])
+    upstream_request.send_requests()
+    waiting = asyncio.create_task(upstream_request.collect())
+    await asyncio.sleep(0)
+    stream.die()
+    upstream_request.abandon()
+    with pytest.raises(Abandoned):
+        await waiting
+    await asyncio.sleep(0)
+    assert caller.num_done == 2
+    assert len(stream.receivers) == 2  # neither has moved
