@@ -9,7 +9,7 @@ from google.rpc import status_pb2
 import penstock.v1 as pb
 from penstock.scheduler.request import EngineFinishReason, SequenceDelta, StopMatch
 from penstock.service.requests.generate import ResponseMode
-from penstock.service.rpc.contracts import renamed_status
+from penstock.service.rpc.foreign.contracts import renamed_status
 from penstock.service.rpc.kserve.request import (
     ANY_SIZE,
     CUMULATIVE_LOGPROB,

@@ -7,7 +7,7 @@ from openengine.v1 import kv_pb2, lifecycle_pb2, model_pb2, server_pb2
 
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.policy import Policy
-from penstock.service.rpc.contracts import ContractParts
+from penstock.service.rpc.foreign.contracts import ContractParts
 from penstock.service.rpc.openengine.generation_start import MAX_TOP_N
 
 SCHEMA_REVISION = 1

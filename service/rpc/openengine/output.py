@@ -14,7 +14,7 @@ import penstock.v1 as pb
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import EngineFinishReason, SequenceDelta, StopMatch
 from penstock.service.requests.live.lifecycle import RequestLifecycle
-from penstock.service.rpc.contracts import renamed_status
+from penstock.service.rpc.foreign.contracts import renamed_status
 from penstock.service.rpc.openengine.generation_start import field_names, stop_token_ids
 from penstock.service.streaming.pending_message import PendingMessage
 from penstock.service.text.token_table import TokenTextTable
