@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,8 @@ STARTS: Mapping[str, "pb.ConstraintStart.ValueType"] = {
     "first_token": pb.CONSTRAINT_START_FIRST_TOKEN,
 }
 """The contract's values by the names that callers use."""
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+"""The beginning of a rule, within one line: a pattern that spans lines takes hours for a text of empty lines."""
 _KINDS = "json_schema, any_json, regex, lark, gbnf, choices or structural_tag_json"
 
 
@@ -52,7 +55,7 @@ def set_constraint_start(constraint: pb.Constraint, value: object, field: str) -
 
 def is_gbnf(grammar: str) -> bool:
     """Whether a grammar that may also be in Lark is GBNF: only that has rules with ``::=``."""
-    return "::=" in grammar
+    return _GBNF_RULE.search(grammar) is not None
 
 
 def add_constraint_flags(parser: argparse.ArgumentParser) -> None:

@@ -46,7 +46,7 @@ from penstock.service.config.contracts import CONTRACTS, read_contracts
 from penstock.service.config.kv_events import KvEventsConfig
 from penstock.service.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from penstock.service.config.serve_config import ServeConfig
-from penstock.service.rpc.contracts import ModelFiles
+from penstock.service.rpc.foreign.contracts import ModelFiles
 from penstock.service.text.conversion.convert import convert_tokenizer
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.service.text.tokenizer_config import TokenizerError

@@ -35,8 +35,8 @@ from penstock.service.requests.pooled.embed import EmbedRequestBuilder
 from penstock.service.requests.pooled.inputs import PooledInputs
 from penstock.service.requests.resumption import digest_replica
 from penstock.service.rpc.classification import ClassificationService
-from penstock.service.rpc.contracts import AddedContract, ContractParts, add_contract
 from penstock.service.rpc.embedding import EmbeddingService
+from penstock.service.rpc.foreign.contracts import AddedContract, ContractParts, add_contract
 from penstock.service.rpc.generation import GenerationService
 from penstock.service.rpc.health import Health
 from penstock.service.rpc.interceptor import StatusInterceptor

@@ -18,7 +18,7 @@ from penstock.service.config.limits import MAX_CONNECTIONS
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.parsers.registry import AUTO
 from penstock.service.requests.live.open_prompt import OPEN_PROMPT_TTL_S
-from penstock.service.rpc.contracts import ModelFiles
+from penstock.service.rpc.foreign.contracts import ModelFiles
 from penstock.service.streaming.outbox import HEARTBEAT_S
 from penstock.service.telemetry.stats_log import INTERVAL_S
 

@@ -15,7 +15,7 @@ class ForeignContract(NamedTuple):
     """One contract. Its module is imported only if the contract is on."""
 
     module: str
-    """The module with ``add_to_server``; see ``rpc.contracts``."""
+    """The module with ``add_to_server``; see ``rpc.foreign.contracts``."""
     services: tuple[str, ...]
     """The full names of its gRPC services."""
     package: str = ""

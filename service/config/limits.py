@@ -56,6 +56,8 @@ MAX_RESUMED_TOKENS = 1 << 17
 """Limit on the received tokens of a request that is resumed, of all its choices: they take up to some seconds of a
 tokenizer's thread."""
 MAX_TICKET_BYTES = 128
+MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_BIASES = 64, 20, 1024
+MAX_STOPS, MAX_STOP_IDS = 64, 256
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_REGEX_BYTES = 64 << 10
 MAX_CHAT_MESSAGES = 4096
@@ -237,18 +239,18 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
         "max_tokens": Number(1, UINT32_MAX),
         "thinking_token_budget": _UINT32,
         "min_tokens": Number(0, Limit.PROMPT),
-        "stop": Items(64, Text(1, 1024)),
-        "stop_token_ids": Ids(256),
+        "stop": Items(MAX_STOPS, Text(1, 1024)),
+        "stop_token_ids": Ids(MAX_STOP_IDS),
         "ignore_eos": _FLAG,
-        "logit_bias": Biases(1024, 100),
+        "logit_bias": Biases(MAX_BIASES, 100),
         "allowed_token_ids": Ids(65_536),
         "bad_words": Items(256, Text(1, 256)),
-        "n": Number(1, 64),
+        "n": Number(1, MAX_CHOICES),
     },
     "OutputOptions": {
         "format": Known(frozenset({0, 1, 2, 3})),
-        "logprobs": Number(0, 20),
-        "prompt_logprobs": Number(0, 20),
+        "logprobs": Number(0, MAX_TOP_LOGPROBS),
+        "prompt_logprobs": Number(0, MAX_TOP_LOGPROBS),
         **dict.fromkeys(("include_special_tokens", "include_token_texts"), _FLAG),
         **dict.fromkeys(("parse_reasoning", "parse_tool_calls"), _FLAG),
     },

@@ -6,7 +6,7 @@ import json
 import pytest
 
 import penstock.v1 as pb
-from penstock.clients.constraints import add_constraint_flags, constraint_settings, set_constraint
+from penstock.clients.constraints import add_constraint_flags, constraint_settings, is_gbnf, set_constraint
 from penstock.clients.errors import InvalidOption
 from penstock.clients.requests import build_start
 
@@ -46,6 +46,16 @@ def parsed(*arguments):
 )
 def test_each_kind_has_a_flag(files, arguments, made):
     assert build_start("a", parsed(*arguments)).constraint == made
+
+
+@pytest.mark.parametrize("grammar", [GBNF, "# a comment\n\n  rule-1\t::= rule_2\n", 'start: "::="\r\nroot ::= "a"'])
+def test_a_grammar_with_a_rule_of_gbnf_is_gbnf(grammar):
+    assert is_gbnf(grammar)
+
+
+@pytest.mark.parametrize("grammar", [LARK, 'start: "a ::= b"', "\n" * 1_000_000, "a\n \n" * 200_000])
+def test_any_other_grammar_is_not_gbnf_however_long_it_is(grammar):
+    assert not is_gbnf(grammar), "with a quadratic search, this takes hours"
 
 
 def test_answers_are_unconstrained_without_a_flag():

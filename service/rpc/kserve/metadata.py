@@ -5,7 +5,7 @@ from typing import Any
 
 import penstock.v1 as pb
 from penstock.service.errors import ServiceError, StatusError, to_status
-from penstock.service.rpc.contracts import ContractParts, renamed_status
+from penstock.service.rpc.foreign.contracts import ContractParts, renamed_status
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.rpc.kserve.request import (
     EMBEDDING,

@@ -12,7 +12,7 @@ from typing import Any
 import penstock.v1 as pb
 from penstock.clients.constraints import set_constraint
 from penstock.clients.errors import InvalidOption
-from penstock.service.config.limits import UINT32_MAX
+from penstock.service.config.limits import MAX_BIASES, UINT32_MAX
 from penstock.service.config.text_size import utf8_bytes
 from penstock.service.errors import invalid
 from penstock.service.rpc.foreign.grammars import set_grammar
@@ -21,8 +21,6 @@ from penstock.service.rpc.kserve.tensors import shown, unknown
 SAMPLING_INPUT = "sampling_parameters"
 MAX_JSON_BYTES = 512 << 10
 """Limit on the JSON text: parsing it blocks the event loop for 5 ms."""
-MAX_BIASES = 1024
-"""Limit of penstock.v1 on logit_bias, checked here too: a map with many colliding keys is slow."""
 _MAX_NAME = 64
 """How many characters of a parameter's name an error repeats."""
 _MICROSECONDS_IN_MS = 1000
@@ -195,7 +193,7 @@ def _set_seed(start: pb.GenerationStart, value: Any) -> None:
 def _set_logit_bias(start: pb.GenerationStart, value: Any) -> None:
     if not isinstance(value, dict):
         raise _Wrong(f"must be an object of numbers by token id, in the JSON text of the input {SAMPLING_INPUT}")
-    if len(value) > MAX_BIASES:
+    if len(value) > MAX_BIASES:  # here too: a map with many colliding keys is slow
         raise _Wrong(f"at most {MAX_BIASES:,} entries")
     for token_id, bias in value.items():
         start.sampling.logit_bias[_integer(token_id)] = _number(bias)

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 import penstock.v1 as pb
 from penstock.service.config.text_size import utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
+from penstock.service.rpc.foreign.caller_ids import check_caller_id
 from penstock.service.rpc.kserve.parameters import SAMPLING_INPUT, fill_embed_request, fill_start
 from penstock.service.rpc.kserve.tensors import Datatype, read_inputs, shown, unknown
 
 MODEL_VERSION = "1"
 """The only version of the model."""
-MAX_ID_BYTES = 128
-"""Limit on a request's id, as on any client's id."""
 MAX_ECHOED_BYTES = 256 << 10
 """Limit on the copies of the prompt that are in a response."""
 TEXT_INPUT, EXCLUDE_INPUT, STREAM = "text_input", "exclude_input_in_output", "stream"
@@ -114,8 +113,7 @@ def check_version(field: str, version: str) -> None:
 
 def _check_head(request: Any) -> None:
     check_version("model_version", request.model_version)
-    if len(request.id) > MAX_ID_BYTES:  # here, because errors repeat it
-        raise invalid("id", f"at most {MAX_ID_BYTES} bytes; it has {utf8_bytes(request.id):,}")
+    check_caller_id("id", request.id)
 
 
 def _prompt(inputs: Mapping[str, str | bool]) -> str:

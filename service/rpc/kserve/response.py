@@ -8,8 +8,9 @@ from google.rpc import status_pb2
 
 import penstock.v1 as pb
 from penstock.scheduler.request import EngineFinishReason, SequenceDelta, StopMatch
+from penstock.service.config.limits import MAX_CHOICES
 from penstock.service.requests.generate import ResponseMode
-from penstock.service.rpc.contracts import renamed_status
+from penstock.service.rpc.foreign.contracts import renamed_status
 from penstock.service.rpc.kserve.request import (
     ANY_SIZE,
     CUMULATIVE_LOGPROB,
@@ -27,8 +28,6 @@ from penstock.v1.kserve import ModelInferResponse, ModelStreamInferResponse
 
 _REASONS = {EngineFinishReason.STOP: "stop", EngineFinishReason.LENGTH: "length"}
 _OWN_REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
-MAX_CHOICES = 64
-"""Limit of penstock.v1 on the choices of a request."""
 FINAL = "triton_final_response"
 """The parameter of a response on a stream: whether the request has no more."""
 

@@ -13,13 +13,13 @@ from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import UINT32_MAX
 from penstock.service.errors import ServiceError, StatusError, from_refusal, invalid, to_status
 from penstock.service.requests.pooled.embed import SingleEmbedBuilder
-from penstock.service.rpc.contracts import ContractParts, protocol_error, renamed_status
+from penstock.service.rpc.foreign.caller_ids import MAX_ID_BYTES
+from penstock.service.rpc.foreign.contracts import ContractParts, protocol_error, renamed_status
 from penstock.service.rpc.frame_dispatcher import Frame, RefusedFrame
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.rpc.kserve.metadata import InferenceMetadata
 from penstock.service.rpc.kserve.request import (
     EMBEDDING,
-    MAX_ID_BYTES,
     InferOptions,
     fill_embedding,
     fill_generation,

@@ -7,14 +7,12 @@ from openengine.v1 import kv_pb2, lifecycle_pb2, model_pb2, server_pb2
 
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.policy import Policy
-from penstock.service.rpc.contracts import ContractParts
-from penstock.service.rpc.openengine.generation_start import MAX_TOP_N
+from penstock.service.config.limits import MAX_CHOICES, MAX_TOP_LOGPROBS
+from penstock.service.rpc.foreign.contracts import ContractParts
 
 SCHEMA_REVISION = 1
 SCHEMA_RELEASE = "768a93c7b44e40f28c692ad0b471a8f2"
 """The release v0.1.0, as the Buf Schema Registry names it."""
-MAX_SEQUENCES = 64
-"""The maximum of ``num_sequences``."""
 _GUIDES = (
     model_pb2.GUIDED_DECODING_MODE_JSON_SCHEMA,
     model_pb2.GUIDED_DECODING_MODE_REGEX,
@@ -140,13 +138,13 @@ class ServerFacts:
         logprobs = model_pb2.LogprobCapabilities(
             supported=True,
             candidate_selection_modes=[model_pb2.CANDIDATE_TOKEN_SELECTION_MODE_TOP_N],
-            max_top_n=MAX_TOP_N,
+            max_top_n=MAX_TOP_LOGPROBS,
         )
         return model_pb2.GenerationCapabilities(
             prompt_logprobs=logprobs,
             output_logprobs=logprobs,
             guided_decoding=model_pb2.GuidedDecodingCapabilities(supported=True, modes=_GUIDES),
-            max_num_sequences=MAX_SEQUENCES,
+            max_num_sequences=MAX_CHOICES,
             supports_priority=self._parts.engine.config.policy is Policy.PRIORITY,
             supports_stop_in_output=True,
             supports_cache_salt=False,

@@ -9,13 +9,16 @@ from openengine.v1 import generation_pb2 as oe
 
 import penstock.v1 as pb
 from penstock.clients.host.routing_headers import MAX_PRIORITY
+from penstock.service.config.limits import MAX_STOP_IDS, MAX_STOPS
 from penstock.service.errors import invalid
+from penstock.service.rpc.foreign.caller_ids import check_caller_id
 from penstock.service.rpc.foreign.grammars import set_grammar
 
 PRIORITY, ROUTING_KEY, TARGET_RANK = "openengine-priority", "openengine-routing-key", "openengine-target-dp-rank"
 """The contract's metadata. The routing key is for routers."""
-MAX_TOP_N = 20
-"""The maximum number of candidates at a position."""
+_MAX_CONDITIONS = MAX_STOPS + MAX_STOP_IDS
+"""Limit of penstock.v1 on stop strings and stop tokens, checked here too: each is a message that is translated on the
+event loop."""
 _MAX_SEED = 2**63
 """Seeds are taken modulo this."""
 _INT32 = re.compile(r"[+-]?[0-9]{1,10}")
@@ -57,6 +60,7 @@ _GUIDES = {
 def generation_start(request: oe.GenerateRequest, metadata: Iterable[tuple[str, Any]]) -> pb.GenerationStart:
     """Translates the request. Raises ServiceError for what is not supported; everything else is checked as in any
     other request."""
+    check_caller_id("request_id", request.request_id)
     _check_supported(request)
     start = pb.GenerationStart(client_request_id=request.request_id, model=request.model)
     match request.WhichOneof("input"):
@@ -122,6 +126,8 @@ def _fill_stopping(sampling: pb.SamplingParams, stopping: oe.StoppingOptions) ->
     if stopping.HasField("min_tokens"):
         sampling.min_tokens = stopping.min_tokens
     sampling.ignore_eos = stopping.ignore_eos
+    if len(stopping.conditions) > _MAX_CONDITIONS:
+        raise invalid("stopping.conditions", f"at most {_MAX_CONDITIONS:,}; there are {len(stopping.conditions):,}")
     for index, condition in enumerate(stopping.conditions):
         match condition.WhichOneof("condition"):
             case "stop_text":

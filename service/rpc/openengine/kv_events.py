@@ -16,7 +16,7 @@ from penstock.kv.events import KvChanges, KvEventLog, KvEventReader, StoredBlock
 from penstock.service.auth.identity import DEFAULT_TENANT
 from penstock.service.errors import invalid
 from penstock.service.kv_publisher.watchers import KvWatchers
-from penstock.service.rpc.contracts import protocol_error
+from penstock.service.rpc.foreign.contracts import protocol_error
 from penstock.service.transport.call_end import write
 
 _HASH_ENCODING = "bytes"

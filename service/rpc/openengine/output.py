@@ -13,8 +13,9 @@ from openengine.v1 import error_pb2, generation_pb2 as oe
 import penstock.v1 as pb
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import EngineFinishReason, SequenceDelta, StopMatch
+from penstock.service.config.limits import MAX_CHOICES
 from penstock.service.requests.live.lifecycle import RequestLifecycle
-from penstock.service.rpc.contracts import renamed_status
+from penstock.service.rpc.foreign.contracts import renamed_status
 from penstock.service.rpc.openengine.generation_start import field_names, stop_token_ids
 from penstock.service.streaming.pending_message import PendingMessage
 from penstock.service.text.token_table import TokenTextTable
@@ -44,7 +45,7 @@ class EventEncoder:
         self._pieces = pieces
         self._stop_token_ids = stop_token_ids(request.stopping)
         self._shows_stop = request.stopping.include_stop_in_output
-        self._unfinished = set(range(min(start.sampling.n, 64) if start.sampling.HasField("n") else 1))
+        self._unfinished = set(range(min(start.sampling.n, MAX_CHOICES) if start.sampling.HasField("n") else 1))
         """The outputs that have not ended."""
         self._last: oe.GenerationFinished | None = None
         """The end of the last output, which waits for the usage."""

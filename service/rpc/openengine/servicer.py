@@ -11,7 +11,7 @@ from penstock.scheduler.planning.rate_limit import Rated
 from penstock.service.auth.identity import current_principal
 from penstock.service.errors import ServiceError, StatusError, invalid
 from penstock.service.requests.generate import ResponseMode
-from penstock.service.rpc.contracts import ContractParts, protocol_error, renamed_status
+from penstock.service.rpc.foreign.contracts import ContractParts, protocol_error, renamed_status
 from penstock.service.rpc.foreign.live_calls import LiveCalls
 from penstock.service.rpc.openengine.facts import ServerFacts
 from penstock.service.rpc.openengine.generation_start import field_names, generation_start

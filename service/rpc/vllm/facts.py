@@ -8,7 +8,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from penstock.models.checkpoint.checkpoint import read_json
 from penstock.models.errors import ModelError
 from penstock.scheduler.engine_stats import EngineState
-from penstock.service.rpc.contracts import ContractParts
+from penstock.service.rpc.foreign.contracts import ContractParts
 
 _SERVER_TYPE = "vllm-grpc"
 """The name that gateways expect from a server with this contract."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 import penstock.v1 as pb
+from penstock.service.config.limits import MAX_BIASES
 from penstock.service.errors import invalid
 from penstock.service.rpc.foreign.grammars import set_grammar
 
@@ -97,6 +98,9 @@ def _fill_sampling(sampling: pb.SamplingParams, params: vllm.SamplingParams) -> 
     sampling.n = params.n or 1
     if params.HasField("seed") and params.seed != _RANDOM_SEED:
         sampling.seed = params.seed % (1 << 32)  # negative ones are allowed
+    if len(params.logit_bias) > MAX_BIASES:  # here too: the entries are translated on the event loop
+        num_entries = len(params.logit_bias)
+        raise invalid("sampling_params.logit_bias", f"at most {MAX_BIASES:,} entries; it has {num_entries:,}")
     for token_id, bias in params.logit_bias.items():
         sampling.logit_bias[_not_negative("sampling_params.logit_bias", token_id)] = bias
 

@@ -14,7 +14,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from penstock.kv.events import KvEventLog
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.rpc.contracts import protocol_error
+from penstock.service.rpc.foreign.contracts import protocol_error
 from penstock.service.rpc.vllm.kv_feed import KvFeed
 from penstock.service.rpc.vllm.load import LoadReader, has_moved
 from penstock.service.transport.call_end import write

@@ -12,6 +12,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 import penstock.v1 as pb
 from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import EngineFinishReason, SequenceDelta, StopMatch
+from penstock.service.config.limits import MAX_CHOICES
 from penstock.service.requests.live.lifecycle import RequestLifecycle
 from penstock.service.streaming.pending_message import PendingMessage
 
@@ -41,7 +42,7 @@ class OutputEncoder:
         self._streams = streams
         self._unreported = frozenset(eos_token_ids).difference(start.sampling.stop_token_ids)
         """Stop tokens that the caller did not request. The contract does not report them as matches."""
-        self._choices = [_Choice() for _ in range(min(start.sampling.n, 64))]
+        self._choices = [_Choice() for _ in range(min(start.sampling.n, MAX_CHOICES))]
         self._prompt_logprobs: TokenLogprobs | None = None
         self._prompt_tokens = self._cached_tokens = 0
         self.is_aborted = False

@@ -14,7 +14,7 @@ from penstock.service.auth.identity import current_principal
 from penstock.service.errors import ServiceError, StatusError, invalid, to_status
 from penstock.service.requests.generate import ResponseMode
 from penstock.service.requests.pooled.embed import SingleEmbedBuilder
-from penstock.service.rpc.contracts import ContractParts, protocol_error, renamed_status
+from penstock.service.rpc.foreign.contracts import ContractParts, protocol_error, renamed_status
 from penstock.service.rpc.foreign.live_calls import LiveCalls
 from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.rpc.single_call import SingleCall, status_error

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from smg_grpc_proto.generated import common_pb2 as common
 
-from penstock.service.rpc.contracts import ModelFiles
+from penstock.service.rpc.foreign.contracts import ModelFiles
 from penstock.service.text.tokenizer import Tokenizer
 
 CHUNK_BYTES = 64 << 10

@@ -11,6 +11,7 @@ import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.errors import ServiceError
 
 pytest.importorskip("openengine.v1", reason="the bindings of OpenEngine are not installed (docs/openengine.md)")
 from google.protobuf.struct_pb2 import Struct
@@ -162,6 +163,16 @@ async def test_a_request_without_an_id_gets_one(start_engine, new_output):
     assert (await new_output().read(calls[0])).finished[0].reason == oe.FINISH_REASON_CANCELLED
     assert engine.service.engine.stats().running == 1
     calls[1].cancel()
+
+
+async def test_a_long_id_is_not_kept(start_engine):
+    engine = await start_engine()
+    with pytest.raises(grpc.aio.AioRpcError, match="request_id: at most 128 bytes") as refused:
+        await engine.output(PROMPT, request_id="r" * 100_000)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await abort(engine, request_id="r" * 100_000)
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND, "it takes no memory"
 
 
 async def test_an_abort_ends_only_the_tenants_own_requests(start_engine, keys, metadata_of, new_output):
@@ -356,6 +367,12 @@ class TestTranslation:
         assert self.start(sampling=oe.SamplingParams(seed=2**64 - 1, top_k=-1)).sampling == pb.SamplingParams(
             seed=2**63 - 1, top_k=0
         )
+
+    def test_only_as_many_stops_as_a_request_may_have_are_translated(self):
+        stops = [*"a" * 64, *[4] * 256]
+        assert len(self.start(stopping=limit(1, *stops)).sampling.stop) == 64
+        with pytest.raises(ServiceError, match=r"^stopping\.conditions: at most 320; there are 321"):
+            self.start(stopping=limit(1, "a", *stops))
 
     def test_constraints(self):
         for given, expected in (

@@ -10,7 +10,7 @@ import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 
-from penstock.service.rpc.contracts import ModelFiles
+from penstock.service.rpc.foreign.contracts import ModelFiles
 
 
 @dataclass

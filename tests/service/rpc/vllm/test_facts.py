@@ -15,7 +15,7 @@ from waiting import until
 import penstock.v1 as pb
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.config.sampling_defaults import SamplingDefaults
-from penstock.service.rpc.contracts import ModelFiles
+from penstock.service.rpc.foreign.contracts import ModelFiles
 
 PROMPT = list(b"a prompt of more than two blocks of sixteen tokens")
 

@@ -11,6 +11,7 @@ from waiting import until
 import penstock.v1 as pb
 from penstock.scheduler.request import EngineFinishReason, SequenceDelta, StopMatch
 from penstock.scheduler.testing.fake_executor import FakeExecutor
+from penstock.service.errors import ServiceError
 from penstock.service.rpc.vllm.generation_start import generation_start
 from penstock.service.rpc.vllm.output import OutputEncoder
 from penstock.service.streaming.pending_message import OutputForm, PendingMessage
@@ -252,6 +253,10 @@ class TestTranslation:
         assert self.start(**given).sampling == pb.SamplingParams(**given)
         assert not self.start(seed=-1).sampling.HasField("seed"), "vLLM's value for a random one"
         assert self.start(seed=-2).sampling.seed == 2**32 - 2
+
+    def test_only_as_many_biases_as_a_request_may_have_are_translated(self):
+        with pytest.raises(ServiceError, match=r"^sampling_params\.logit_bias: at most 1,024 entries; it has 1,025"):
+            self.start(logit_bias=dict.fromkeys(range(1025), 1.0))
 
     def test_constraints(self):
         for given, expected in (
