@@ -1,9 +1,10 @@
 """Tickets: what another replica needs, besides a request and the output received so far, to continue the request token
 for token after the service that began it has died.
 
-A ticket has the seed of the sampling, and digests of everything else that decides the next token: the model, how it is
-computed, the prompt and the sampling. It needs no secret. Everything in it is something that its caller could send by
-itself, and the replica computes each digest again: a forged ticket only gives its forger the seed of its choice.
+A ticket has the seed of the sampling, and digests of the rest that decides the next token: the model, how it is
+computed, the prompt and the sampling. It has none of constraints, which the caller must repeat like the rest of the
+request. It needs no secret: the caller could send everything in it itself, and the replica computes each digest again.
+A forged ticket only gives its forger the seed of its choice.
 """
 
 import struct
