@@ -41,3 +41,9 @@ def hash_blocks(token_ids: Sequence[int], block_size: int, salt: bytes, parent: 
         parent = block.digest()
         hashes.append(parent)
     return hashes
+
+
+def hash_more_blocks(token_ids: Sequence[int], known: Sequence[bytes], block_size: int, salt: bytes) -> list[bytes]:
+    """Returns the hashes of all full blocks of ``token_ids``; those of the first ones are ``known``."""
+    rest = token_ids[len(known) * block_size :]
+    return [*known, *hash_blocks(rest, block_size, salt, known[-1] if known else b"")]

@@ -107,21 +107,14 @@ class StopMatch(NamedTuple):
     stop_token_id: int | None = None
 
 
-class OutputState(Protocol):
-    """The output of a sequence so far; see ``planning.output_buffer``."""
-
-    num_tokens: int
-    """Tokens chosen so far."""
-    end: StopMatch | None
-    """How it ended; None if it continues."""
-
-
 class ResumedSequence(NamedTuple):
     """What another engine has already chosen of a sequence."""
 
     token_ids: list[int]
-    output: OutputState
-    """The output that these tokens made. The sequence continues it."""
+    block_hashes: list[bytes]
+    """Hashes of the full blocks of the prompt and these tokens."""
+    output: object
+    """The ``OutputBuffer`` that has taken these tokens. The sequence continues it."""
 
 
 @dataclass(slots=True)
@@ -364,6 +357,10 @@ class Request:
             return self.more_prompts[choice - 1]
         return Prompt(self.prompt_token_ids, self.block_hashes)
 
+    def first_hashes(self, choice: int) -> Sequence[bytes]:
+        """Returns the hashes of the full blocks with which a sequence enters the queue."""
+        return self.resumed[choice].block_hashes if self.resumed else self.prompt(choice).block_hashes
+
     @property
     def num_charged_tokens(self) -> int:
         """The tokens of its prompts, and of the output that it continues, that are charged to its tenant's token
@@ -374,6 +371,11 @@ class Request:
     def num_prompts(self) -> int:
         """The number of prompts to compute. Sequences that only sample differently share one."""
         return 1 + len(self.more_prompts)
+
+    @property
+    def num_entering(self) -> int:
+        """The number of sequences that enter the queue with the request. The others are forked later."""
+        return self.n if self.resumed else self.num_prompts
 
     @property
     def longest_prompt(self) -> int:

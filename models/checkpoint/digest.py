@@ -38,7 +38,7 @@ def digest_checkpoint(path: Path, tokenizer: Path, *, has_weights: bool) -> Chec
 
 
 def short_digest(*parts: bytes) -> bytes:
-    """Returns a digest of a few parts, which are told apart by their lengths."""
+    """Returns a digest of a few parts. It includes their lengths, so that no two lists of parts look alike."""
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -48,14 +48,14 @@ def short_digest(*parts: bytes) -> bytes:
 
 def _digest(files: Iterable[Path], *, samples: bool) -> bytes:
     """Digests the names and contents of the files that exist; with ``samples``, their sizes, their beginnings and
-    samples of the rest."""
+    samples of the rest. Holds the data of one file at a time."""
     parts: list[bytes] = []
     for file in files:
         if not file.is_file():
             continue
-        # A GGUF file may have any name; the shards of a directory are told apart by theirs.
+        # A GGUF file may have any name; the shards of a directory differ in theirs.
         parts.append(file.name.encode() if file.suffix != ".gguf" else b"gguf")
-        parts += _samples(file) if samples else [file.read_bytes()]
+        parts.append(short_digest(*_samples(file)) if samples else short_digest(file.read_bytes()))
     return short_digest(*parts)
 
 

@@ -24,7 +24,7 @@ MIN_TO_COMPUTE = 4
 
 
 class _Found(NamedTuple):
-    """What is cached of a prompt, in blocks, except for ``num_tokens``."""
+    """What is cached of a prompt, and of the output that it resumes with, in blocks, except for ``num_tokens``."""
 
     num_tokens: int
     num_cached: int = 0
@@ -118,7 +118,7 @@ class RequestIntake:
     ) -> AdmissionDecision:
         """Returns how the request enters the queue as number ``number``, in place of ``superseded``, which is still
         live; ``is_first``: there is no other request. Raises Refused."""
-        found = [self._find(request, index) for index in range(request.num_prompts)]
+        found = [self._find(request, index) for index in range(request.num_entering)]
         cached_work = _work(request, found, self._kv.block_size)
         entered_at = self._context.clock()
         place = Place(entered_at, 2 * number)
@@ -133,7 +133,8 @@ class RequestIntake:
         prediction = self._predictor.predict(request, work, rank, would_make_room)
         known = None if self._predictor.needs_test else prediction
         self._admit(request, cached_work, known, superseded, is_first=is_first)
-        num_cached = sum(prompt.num_cached + prompt.num_evicted for prompt in found) * self._kv.block_size
+        num_found = sum(prompt.num_cached + prompt.num_evicted for prompt in found[: request.num_prompts])
+        num_cached = min(num_found * self._kv.block_size, request.num_prompt_tokens)  # resumed output may be cached too
         return AdmissionDecision(entered_at, place, rank, num_cached, work, position, prediction)
 
     def _earlier_place(self, place: Place) -> Place:
@@ -159,19 +160,20 @@ class RequestIntake:
 
     def _is_at_hand(self, request: Request, found: _Found) -> bool:
         """Returns whether nearly all of the prompt is retained on the device."""
-        if request.num_prompts > 1 or request.is_warm_up:
+        if request.num_entering > 1 or request.is_warm_up:
             return False
         num_cached = found.num_cached * self._kv.block_size
         if found.num_tokens - num_cached > found.num_tokens // MIN_TO_COMPUTE:
             return False
-        return self._kv.pool.is_retained(request.block_hashes[found.num_cached - 1])
+        return self._kv.pool.is_retained(request.first_hashes(0)[found.num_cached - 1])
 
     def _find(self, request: Request, index: int) -> _Found:
-        prompt = request.prompt(index)
-        num_tokens = len(prompt.token_ids)
+        num_tokens = len(request.prompt(index).token_ids)
+        if request.resumed:
+            num_tokens += len(request.resumed[index].token_ids)
         if not request.reads_cache:
             return _Found(num_tokens)
-        hashes = self._kv.first_hashes(prompt.block_hashes)
+        hashes = self._kv.first_hashes(request.first_hashes(index))
         prefix = self._kv.find_prefix(hashes, num_tokens)
         restored = self._planner.restore_policy.find(hashes, len(prefix), num_tokens)
         num_held = sum(map(self._kv.pool.is_held, prefix))
@@ -189,7 +191,7 @@ class RequestIntake:
         left: list[_Found] = []
         of_siblings: set[bytes] = set()
         for index, prompt in enumerate(found):
-            hashes = self._kv.first_hashes(request.prompt(index).block_hashes)
+            hashes = self._kv.first_hashes(request.first_hashes(index))
             num_at_hand = prompt.num_cached + prompt.num_evicted
             num_coming = self._kv.num_coming(hashes, num_at_hand, prompt.num_tokens, is_ahead)
             if len(found) > 1:

@@ -98,7 +98,7 @@ class Scheduler:
         self.requests[request.request_id] = live
         if superseded is not None:  # it ends first, and there is always a live request
             self._finish(superseded, EngineFinishReason.SUPERSEDED, "")
-        for index in range(request.n if request.resumed else request.num_prompts):
+        for index in range(request.num_entering):
             self._planner.enter(self._new_sequence(live, index, (*entry.rank[:3], index), pinned=[]))
         ttft_s = None
         if entry.prediction is not None:
@@ -221,7 +221,7 @@ class Scheduler:
 
     def _new_sequence(self, live: RequestState, index: int, rank: Rank, pinned: list[int]) -> SequenceState:
         request = live.request
-        hashes = self.kv.first_hashes(request.prompt(index).block_hashes)
+        hashes = self.kv.first_hashes(request.first_hashes(index))
         # All sequences have the first one's limit, even if the tenant's cap has changed since.
         max_tokens = (
             live.sequences[0].output.max_tokens if live.sequences else self._intake.admission.max_tokens(request)

@@ -9,7 +9,6 @@ from penstock.scheduler.plan import TokenLogprobs
 from penstock.scheduler.request import (
     EngineFinishReason,
     Request,
-    ResumedSequence,
     SequenceDelta,
     StopMatch,
     TextDelta,
@@ -165,12 +164,10 @@ def new_output(request: Request, index: int, text: TextState, max_tokens: int) -
     )
 
 
-def resume_output(
-    request: Request, index: int, token_ids: Sequence[int]
-) -> tuple[ResumedSequence, SequenceDelta | None]:
-    """Returns the state of sequence ``index`` after tokens that another engine has chosen, and the output that they
-    release. Its log-probabilities are zeros: they are not known. ``output.num_tokens`` is less than the number of
-    tokens if the output ends before the last one."""
+def resume_output(request: Request, index: int, token_ids: Sequence[int]) -> tuple[OutputBuffer, SequenceDelta | None]:
+    """Returns the output of sequence ``index`` after tokens that another engine has chosen, and what they release. The
+    log-probabilities are zeros: they are not known. ``num_tokens`` is less than the number of tokens if the output ends
+    before the last one."""
     output = new_output(request, index, request.make_text(), request.max_tokens)
     num_top = request.sampling.logprobs
     logprobs = None
@@ -180,4 +177,4 @@ def resume_output(
             num_top, [0.0] * num_tokens, [0] * (num_top * num_tokens), [0.0] * (num_top * num_tokens)
         )
     delta = output.take_tokens(token_ids, logprobs) if token_ids else None
-    return ResumedSequence(list(token_ids), output), delta
+    return output, delta

@@ -206,7 +206,7 @@ class PrefillAdder:
         if live.started_at is None:
             live.started_at = self._context.clock()
         if sequence.is_new:
-            live.usage.cached_tokens += num_cached
+            live.usage.cached_tokens += min(num_cached, sequence.num_prompt_tokens)  # output may be cached too
         self._context.counters.cached_tokens += num_cached
         sampling = sequence.sampling
         if sampling.prompt_logprobs is not None and not live.wants_prompt_logprobs:

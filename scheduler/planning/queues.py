@@ -168,7 +168,9 @@ class WaitingQueue:
         if sequence.live.request.is_warm_up:
             self.num_warm_ups += sign
         elif sequence.is_new:
-            num_tokens = sequence.num_prompt_tokens + (0 if sequence.index else len(sequence.live.request.prediction))
+            num_tokens = sequence.num_prompt_tokens
+            if not sequence.index:
+                num_tokens += len(sequence.live.request.prediction) + sequence.live.request.num_resumed_tokens
             change = (0 if sequence.index else sign, sign * num_tokens)
             self.queued = self.queued.plus(*change)
             self._own[tenant.name] = self.queued_of(tenant.name).plus(*change)

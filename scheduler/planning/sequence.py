@@ -229,11 +229,11 @@ class SequenceState:
         self.num_prompt_tokens = len(self.token_ids)
         self.length_limit = self.num_prompt_tokens + max_tokens
         if request.resumed:
-            token_ids, output = request.resumed[self.index]
-            assert isinstance(output, OutputBuffer)
-            self.token_ids += token_ids
-            self.output = output
-            output.max_tokens = max_tokens
+            resumed = request.resumed[self.index]
+            assert isinstance(resumed.output, OutputBuffer)
+            self.token_ids += resumed.token_ids
+            self.output = resumed.output
+            self.output.max_tokens = max_tokens
         else:
             self.output = new_output(request, self.index, self.live.texts[self.index], max_tokens)
         self.length_bound = len(self.token_ids)

@@ -95,7 +95,7 @@ class RequestBuilder:
         formats = AnswerFormats() if formats is None else formats
         self._parsing = AnswerParsing(pool.tokenizer, formats)
         self._calls = CallConstraints(formats)
-        self._tickets = Tickets(replica, validator)
+        self._tickets = Tickets(replica, validator, pool.block_size)
 
     def check(self, start: pb.GenerationStart) -> None:
         """Makes all checks that are possible before the prompt is tokenized. Raises ServiceError. The prompt of a start

@@ -1,9 +1,10 @@
 """Tickets: what another replica needs, besides a request and the output received so far, to continue the request token
 for token after the service that began it has died.
 
-A ticket has the seed of the sampling, and digests of everything else that decides the next token: the model, how it is
-computed, the prompt and the sampling. It needs no secret. Everything in it is something that its caller could send by
-itself, and the replica computes each digest again: a forged ticket only gives its forger the seed of its choice.
+A ticket has the seed of the sampling, and digests of the rest that decides the next token: the model, how it is
+computed, the prompt and the sampling. It has none of constraints, which the caller must repeat like the rest of the
+request. It needs no secret: the caller could send everything in it itself, and the replica computes each digest again.
+A forged ticket only gives its forger the seed of its choice.
 """
 
 import struct
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 import penstock.v1 as pb
+from penstock.kv.block_hash import hash_more_blocks
 from penstock.models.checkpoint.digest import DIGEST_BYTES, CheckpointDigest, short_digest
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.planning.output_buffer import resume_output
@@ -109,9 +111,11 @@ class PreparedRequest(NamedTuple):
 class Tickets:
     """Issues and honours tickets for one served model."""
 
-    def __init__(self, replica: ReplicaDigests, validator: Validator) -> None:
+    def __init__(self, replica: ReplicaDigests, validator: Validator, block_size: int) -> None:
+        """``block_size`` is the number of tokens in a block of the KV cache."""
         self._replica = replica
         self._validator = validator
+        self._block_size = block_size
 
     def check(self, start: pb.GenerationStart) -> None:
         """Checks a start that resumes a request, except for its tokens. Raises ServiceError."""
@@ -171,15 +175,18 @@ class Tickets:
         replayed: list[SequenceDelta] = []
         for index, choice in enumerate(received):
             field = f"resume_from.choices[{index}].token_ids"
-            number = len(choice.token_ids)
+            token_ids = list(choice.token_ids)
+            number = len(token_ids)
             if number > request.max_tokens:
                 raise invalid(field, f"at most {request.max_tokens:,}, the maximum of output tokens; it has {number:,}")
-            self._validator.check_ids(choice.token_ids, field)
-            sequence, delta = resume_output(request, index, choice.token_ids)
-            if sequence.output.num_tokens < number:
-                problem = f"the output ends with the token at {sequence.output.num_tokens - 1}, and {number} are given"
+            self._validator.check_ids(token_ids, field)
+            output, delta = resume_output(request, index, token_ids)
+            if output.num_tokens < number:
+                problem = f"the output ends with the token at {output.num_tokens - 1}, and {number} are given"
                 raise invalid(field, problem)
-            sequences.append(sequence)
+            history = request.prompt_token_ids + token_ids
+            hashes = hash_more_blocks(history, request.block_hashes, self._block_size, request.hash_salt)
+            sequences.append(ResumedSequence(token_ids, hashes, output))
             if delta is not None and choices:
                 delta = choices[index].parse(delta)
             if delta is not None:

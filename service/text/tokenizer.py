@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import tokenizers
 
-from penstock.kv.block_hash import hash_blocks
+from penstock.kv.block_hash import hash_blocks, hash_more_blocks
 from penstock.scheduler.request import Context, Prompt
 from penstock.service.auth.identity import DEFAULT_TENANT, Principal, current_principal
 from penstock.service.chat_templates.chat_message import TemplateInput
@@ -296,7 +296,7 @@ class TokenizerPool:
         ``max_waiting_bytes`` limits each of the queues for short, long and huge texts; one tenant may use half of
         it."""
         self.tokenizer = tokenizer
-        self._block_size = block_size
+        self.block_size = block_size
         self._context = max_prompt_tokens + 1
         num_short = max(1, num_threads - 1)
         self._short = FairThreadPool(
@@ -353,10 +353,9 @@ class TokenizerPool:
         limit.check(len(token_ids))
         self.tokenizer.check_ids(token_ids, limit.field)
         if context is None:
-            return Prompt(token_ids, hash_blocks(token_ids, self._block_size, salt))
-        whole, known = context.token_ids + token_ids, context.block_hashes
-        rest = whole[len(known) * self._block_size :]
-        return Prompt(whole, known + hash_blocks(rest, self._block_size, salt, known[-1] if known else b""))
+            return Prompt(token_ids, hash_blocks(token_ids, self.block_size, salt))
+        whole = context.token_ids + token_ids
+        return Prompt(whole, hash_more_blocks(whole, context.block_hashes, self.block_size, salt))
 
     def close(self) -> None:
         """Ends the threads; waiting work is cancelled."""

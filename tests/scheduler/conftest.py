@@ -296,7 +296,8 @@ class World:
         assert {id(sequence) for sequence in [*running, *waiting]} <= live, "a choice that is dead waits or runs"
         new = [sequence for sequence in waiting if sequence.is_new and not sequence.live.request.is_warm_up]
         assert planner.waiting.queued.requests == sum(sequence.index == 0 for sequence in new)
-        assert planner.waiting.queued.tokens == sum(sequence.num_prompt_tokens for sequence in new)
+        tokens = [each.num_prompt_tokens + each.live.request.num_resumed_tokens for each in new]
+        assert planner.waiting.queued.tokens == sum(tokens)
         assert planner.waiting.num_pooled == sum(sequence.is_pooled for sequence in waiting)
         self.check_work(planner.waiting)
         assert set(map(id, self.scheduler.kv._pending.values())) <= set(map(id, planner.running.prefilling))
@@ -314,7 +315,7 @@ class World:
             assert use.num_waiting == sum(sequence.live.tenant is use for sequence in waiting)
             kinds = Counter(r.request.is_warm_up for r in self.scheduler.requests.values() if r.tenant is use)
             assert (use.num_live, use.warm_ups.requests) == (kinds[False], kinds[True]) != (0, 0)
-            own = [(sequence.index == 0, sequence.num_prompt_tokens) for sequence in new if sequence.live.tenant is use]
+            own = [(each.index == 0, num) for each, num in zip(new, tokens, strict=True) if each.live.tenant is use]
             assert planner.waiting.queued_of(use.name) == (sum(n for n, _ in own), sum(n for _, n in own))
         assert {id(sequence) for sequence in running if sequence.live.held} == set(map(id, planner.running.held))
         assert self.scheduler.num_held == sum(live.held for live in self.scheduler.requests.values())

@@ -258,6 +258,19 @@ async def test_resumed_again(start_service):
     assert received.state == undisturbed.state
 
 
+async def test_cached_output_is_not_prompt(start_service):
+    """A service that has the output in its cache reports only the prompt's tokens as cached."""
+    start = pb.GenerationStart(text="hello" * 7, sampling=pb.SamplingParams(max_tokens=60))
+    start.output.format = BOTH
+    service = await start_service(FakeExecutor(vocab_size=258, next_token=told, seconds_per_step=0.001))
+    received = Received()
+    for message in (await messages_of(service, start))[:-1]:
+        received.take(message)
+    rest = await messages_of(service, received.resume(start))
+    usage = rest[-1].finished.usage
+    assert rest[0].accepted.cached_tokens == usage.cached_tokens == usage.prompt_tokens == 35
+
+
 def begun(start, ids=(97, 98), ticket=b""):
     received = Received(start.sampling.n or 1)
     received.ticket = ticket
