@@ -27,8 +27,7 @@ from penstock.clients.classification import (
 from penstock.clients.embeddings import Embeddings, EmbedOptions, Input, build_embed_request, embed_at_once
 from penstock.clients.errors import PenstockError, RequestFailed, failure_from_call
 from penstock.clients.events import Completion, Delta
-from penstock.clients.failover.target_list import channel_for_stream, open_targets, split_targets
-from penstock.clients.health import is_serving
+from penstock.clients.failover.target_list import any_is_serving, channel_for_stream, open_targets, split_targets
 from penstock.clients.request_stream import RequestStream, only_deltas
 from penstock.clients.requests import Options, Prompt, build_start
 from penstock.clients.stream import GenerateStream
@@ -220,7 +219,7 @@ class AsyncClient:
             answer = "its status is NOT_SERVING"
             try:
                 left = max(0.001, give_up - loop.time())
-                if await is_serving(self._channel(), self._metadata, timeout=left, wait_for_ready=True):
+                if await any_is_serving(self._channel(), self._metadata, timeout=left, wait_for_ready=True):
                     return
             except grpc.aio.AioRpcError as error:
                 failure = failure_from_call(error, self.target)

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from penstock.clients.channel import Tls, open_channel
+from penstock.clients.health import is_serving
 
 _OWN_LIST = re.compile("ipv[46]:")
 """gRPC's own lists of addresses, which it resolves to one target."""
@@ -36,6 +37,24 @@ def channel_for_stream(channel: "grpc.aio.Channel | TargetList", avoid: object =
     if avoid is not None:
         channel.leave(avoid)
     return channel.channel()
+
+
+async def any_is_serving(
+    channel: grpc.aio.Channel,
+    metadata: tuple[tuple[str, str], ...] = (),
+    *,
+    timeout: float,  # noqa: ASYNC109 - gRPC keeps it
+    wait_for_ready: bool = False,
+) -> bool:
+    """Whether the service is serving; of a list, whether any target is, which then becomes the current one: another one
+    may be draining. For the arguments and exceptions see ``is_serving``."""
+    for _ in range(len(channel) if isinstance(channel, TargetList) else 1):
+        one = channel_for_stream(channel)
+        if await is_serving(channel, metadata, timeout=timeout, wait_for_ready=wait_for_ready):
+            return True
+        if isinstance(channel, TargetList):
+            channel.leave(one)
+    return False
 
 
 class TargetList(grpc.aio.Channel):

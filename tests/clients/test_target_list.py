@@ -7,7 +7,13 @@ import grpc
 import pytest
 from fake_service import FakeService
 
-from penstock.clients.failover.target_list import TargetList, channel_for_stream, open_targets, split_targets
+from penstock.clients.failover.target_list import (
+    TargetList,
+    any_is_serving,
+    channel_for_stream,
+    open_targets,
+    split_targets,
+)
 from penstock.clients.health import is_serving
 
 
@@ -81,3 +87,13 @@ async def test_a_target_that_is_listed_twice_has_two_connections():
             await call(b"")
     await server.stop(None)
     assert len(peers) == 2
+
+
+async def test_a_list_serves_while_one_of_its_targets_drains():
+    async with FakeService().serving() as draining, FakeService().serving() as other:
+        draining.health = b"\x08\x02"  # NOT_SERVING
+        async with target_list(f"{draining.target},127.0.0.1:1,{other.target}") as targets:
+            assert await any_is_serving(targets, timeout=60)
+            assert channel_for_stream(targets) is targets._channels[2]
+            other.health = draining.health
+            assert not await any_is_serving(targets, timeout=60)

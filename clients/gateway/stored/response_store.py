@@ -18,7 +18,7 @@ Changes = dict[str, StoredResponse | None]
 
 
 class StoreFull(Exception):
-    """Raised if a response does not fit even if all others that may go have gone."""
+    """Raised if a response does not fit even if all others that may be removed are removed."""
 
 
 class _TenantResponses:
@@ -30,8 +30,8 @@ class _TenantResponses:
 
 
 class ResponseStore:
-    """If there is no room for a response, the oldest ones of its tenant go that have ended and that no other response
-    continues; if all tenants together take too much, those of the tenant with the most bytes."""
+    """If there is no room for a response, the oldest ones of its tenant that have ended and that no other response
+    continues are removed; if all tenants together take too much, those of the tenant with the most bytes."""
 
     def __init__(self, ttl_s: float, max_bytes: int, clock: Callable[[], float] = time.time) -> None:
         """``clock`` returns seconds since 1970, which mean the same after a restart."""

@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from penstock.clients.errors import RequestFailed
+from penstock.clients.failover.target_list import any_is_serving
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.upstream.recent import Recent
-from penstock.clients.health import is_serving
 
 _HEALTH_S = 0.5
 """How long the service's health is cached. The service limits concurrent health checks."""
@@ -45,7 +45,7 @@ class ServiceState:
 
     async def _fetch_health(self) -> bool:
         try:
-            self._was_serving = await is_serving(self._channel, timeout=self._timeout_s)
+            self._was_serving = await any_is_serving(self._channel, timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:
             # The service had too many concurrent health checks, which does not mean that it is unhealthy.
             self._was_serving = self._was_serving and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

@@ -40,7 +40,7 @@ async def test_many_probes_at_once_are_one_question(monkeypatch):
         await asyncio.sleep(0)
         return True
 
-    monkeypatch.setattr(service_state, "is_serving", count)
+    monkeypatch.setattr(service_state, "any_is_serving", count)
     app = create_app(GatewaySettings(service=ConnectionOptions("127.0.0.1:1")))
     transport = httpx.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://x") as http:
@@ -61,7 +61,7 @@ async def test_an_overloaded_health_check_keeps_the_last_state(monkeypatch, was_
             raise grpc.aio.AioRpcError(given, grpc.aio.Metadata(), grpc.aio.Metadata())
         return given
 
-    monkeypatch.setattr(service_state, "is_serving", answer)
+    monkeypatch.setattr(service_state, "any_is_serving", answer)
     monkeypatch.setattr(service_state, "_HEALTH_S", 0.0)
     async with ServiceLink(GatewaySettings(service=ConnectionOptions("127.0.0.1:1"))) as link:
         assert [await link.is_serving() for _ in range(4)] == [was_serving, was_serving, False, False]
