@@ -113,7 +113,7 @@ class PublisherSockets:
                 if self._is_closing:
                     return
                 for identity, replay in list(self._replays.items()):
-                    if not self._goes_on(replay):
+                    if not self._send_portion(replay):
                         del self._replays[identity]
         except Exception:
             _log.exception("KV events are no longer published")
@@ -133,7 +133,7 @@ class PublisherSockets:
                 number = int.from_bytes(first, "big")
                 self._replays[envelope[0]] = _Replay(envelope, number, self._history.num_published)
 
-    def _goes_on(self, replay: _Replay) -> bool:
+    def _send_portion(self, replay: _Replay) -> bool:
         """Sends a portion of an answer; returns whether there is more."""
         now = time.monotonic()
         try:
