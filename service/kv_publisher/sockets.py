@@ -60,6 +60,7 @@ class PublisherSockets:
         self._is_closing = False
         self._replays: dict[bytes, _Replay] = {}
         self._num_warned, self._warned_at = 0, -_WARN_EVERY_S
+        self._warned_of_request_at = -_WARN_EVERY_S
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.replay_endpoint: str | None = None
         """The address for replay requests, with the bound port."""
@@ -113,7 +114,7 @@ class PublisherSockets:
                 if self._is_closing:
                     return
                 for identity, replay in list(self._replays.items()):
-                    if not self._goes_on(replay):
+                    if not self._send_portion(replay):
                         del self._replays[identity]
         except Exception:
             _log.exception("KV events are no longer published")
@@ -121,19 +122,19 @@ class PublisherSockets:
             self._close_sockets()
 
     def _take_requests(self) -> None:
-        while True:
+        for _ in range(PORTION):  # any more are taken after newer batches are published
             try:
                 frames = self._replayer.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             *envelope, first = frames
             if len(frames) != 3 or envelope[1] or len(first) != NUMBER_BYTES:
-                _log.warning("a request for KV events is ignored: it must have an empty frame and a number of 8 bytes")
+                self._warn_of_request()
             elif len(self._replays) < MAX_REPLAYS or envelope[0] in self._replays:
                 number = int.from_bytes(first, "big")
                 self._replays[envelope[0]] = _Replay(envelope, number, self._history.num_published)
 
-    def _goes_on(self, replay: _Replay) -> bool:
+    def _send_portion(self, replay: _Replay) -> bool:
         """Sends a portion of an answer; returns whether there is more."""
         now = time.monotonic()
         try:
@@ -153,6 +154,12 @@ class PublisherSockets:
                 return False
             raise
         return True
+
+    def _warn_of_request(self) -> None:
+        now = time.monotonic()
+        if now - self._warned_of_request_at >= _WARN_EVERY_S:
+            _log.warning("a request for KV events is ignored: it must have an empty frame and a number of 8 bytes")
+            self._warned_of_request_at = now
 
     def _warn_of_drops(self) -> None:
         num_dropped, now = self._history.num_dropped, time.monotonic()

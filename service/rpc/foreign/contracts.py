@@ -1,6 +1,8 @@
-"""Adds the contracts of other engines to the callers' listener. Each is a thin adapter in a folder of its own, which
-translates requests to those of penstock.v1 and responses back, and does not manage the life cycle of requests. Has what
-the adapters share, since none imports another."""
+"""Adds the contracts of other engines to the callers' listener, and has what their adapters share.
+
+The adapter of each contract is a folder. It translates requests to those of penstock.v1 and responses back, does not
+manage the life cycle of requests, and imports no other adapter.
+"""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -87,7 +89,7 @@ def protocol_error(code: grpc.StatusCode, message: str) -> StatusError:
 
 def renamed_status(status: status_pb2.Status, names: Mapping[str, str]) -> status_pb2.Status:
     """Returns the status of a request, with the contract's name for the field that is wrong, if one is. ``names`` are
-    the contract's names by the paths of the fields of penstock.v1; what follows such a path stays as it is."""
+    the contract's names by the paths of the fields of penstock.v1; the rest of such a path is unchanged."""
     renamed = status_pb2.Status(code=status.code, message=status.message)
     for detail in status.details:
         problem = error_details_pb2.BadRequest()

@@ -82,6 +82,8 @@ def _fill(
             raise invalid(path, f"{error}; it is {_given(value)}") from None
         except InvalidOption as error:
             raise invalid(path, error.problem) from None
+        except UnicodeEncodeError:
+            raise invalid(path, "contains half of a surrogate pair, which is not a character") from None
         except ValueError:
             raise invalid(path, f"is out of range; it is {_given(value)}") from None
         except TypeError:

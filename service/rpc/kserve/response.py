@@ -33,7 +33,7 @@ FINAL = "triton_final_response"
 
 
 class ChoicePart(NamedTuple):
-    """The output of one choice, or what is new of it."""
+    """The output of one choice, or its new part."""
 
     text: str
     finish_reason: str
@@ -154,7 +154,7 @@ class _StreamedRequest:
         return all(choice.end is not None and choice.end.reason in _REASONS for choice in self.choices)
 
     def next_message(self, *, is_final: bool) -> Any:
-        """Returns the message with what is new."""
+        """Returns the message with the new output of each choice."""
         message = ModelStreamInferResponse()
         response = message.infer_response
         self._template.fill_response(response, [choice.take_part() for choice in self.choices], self.num_input_tokens)

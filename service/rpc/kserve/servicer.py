@@ -126,7 +126,7 @@ class InferenceService:
         await self._parts.generation.serve_stream(self._frames(requests, encoder), context, encoder, encoder.mode_of)
 
     async def _frames(self, requests: AsyncIterator[Any], encoder: StreamEncoder) -> AsyncIterator[Frame]:
-        """Yields the requests of a stream as frames of penstock.v1, each with a ref of its own."""
+        """Yields the requests of a stream as frames of penstock.v1, each with a new ref."""
         ref = 0
         async for request in requests:
             ref = ref % UINT32_MAX + 1

@@ -1,4 +1,4 @@
-"""SubscribeKvEvents: the prefix cache's contents, if requested, and its changes; and where else they are published.
+"""SubscribeKvEvents: the prefix cache's contents, if requested, and its changes.
 
 The number of a batch is that of its last change, so numbers rise by more than 1, and every part of a snapshot but the
 last has that of the batch before. Numbers begin with the time at which the service started, in microseconds: those from

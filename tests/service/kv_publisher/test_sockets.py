@@ -93,6 +93,17 @@ async def test_a_replay_that_is_not_read_holds_up_no_other(publish, context):
         await add_batches(publisher, history, 1)
 
 
+async def test_bad_replay_requests_are_ignored_with_one_warning(publish, context, caplog):
+    publisher, history = publish()
+    await add_batches(publisher, history, NUM_BATCHES)
+    with context.socket(zmq.DEALER) as dealer:
+        dealer.connect(publisher.replay_endpoint)
+        for _ in range(5 * sockets.PORTION):
+            await dealer.send_multipart((b"", b"not a number"))
+        assert await read_replay(dealer, 0) == list(range(NUM_BATCHES))
+    assert caplog.text.count("a request for KV events is ignored") == 1
+
+
 async def test_too_many_replays_at_once_are_ignored(publish, context, monkeypatch):
     monkeypatch.setattr(sockets, "MAX_REPLAYS", 1)
     publisher, history = publish()

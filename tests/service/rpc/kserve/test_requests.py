@@ -227,7 +227,7 @@ REFUSED = {
         "sampling_parameters: at most 524,288 bytes; it has 524,289",
     ),
     "a number among texts": (with_json(stop=["a", 1]), "sampling_parameters.stop: contains a value of the wrong type"),
-    "half a surrogate": (with_json(stop="\ud800"), "sampling_parameters.stop: is out of range; it is"),
+    "half a surrogate": (with_json(stop="\ud800"), "sampling_parameters.stop: contains half of a surrogate pair"),
     "too many stops": (with_json(stop=["a"] * 65), "sampling_parameters.stop: at most 64"),
     "a foreign token": (with_json(logit_bias={"258": 1}), "sampling_parameters.logit_bias"),
     "many biases": (

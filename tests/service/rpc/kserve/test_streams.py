@@ -62,7 +62,7 @@ async def test_a_live_id_is_refused_and_a_free_one_is_not(start_inference):
     await stream.done_writing()
     answers = await read_answers(stream)
     assert answers["mine"].text == letters(len(PROMPT), 3)
-    assert len(answers[""].text) == 6, "requests without an id are not told apart"
+    assert len(answers[""].text) == 6, "requests without an id share their output here"
 
 
 async def test_a_reader_that_stops_is_paused_and_holds_nobody_up(start_inference, monkeypatch):
@@ -76,7 +76,7 @@ async def test_a_reader_that_stops_is_paused_and_holds_nobody_up(start_inference
         assert client.num_bytes <= 100
         assert await whole_text(inference, 20) == letters(len(PROMPT), 20)
         client.send(frame(WINDOW_UPDATE, (1 << 30).to_bytes(4), stream))
-        assert await client.end(stream) == "0", "it goes on where it was paused"
+        assert await client.end(stream) == "0", "it continues where it was paused"
         assert client.num_bytes > 4 * 1000
     assert inference.service.engine.stats().output_tokens >= 4 * 1000
 

@@ -39,7 +39,7 @@ class Stream:
         )  # fmt: skip
 
     def answers(self, num_final):
-        """The results by id, until so many are final, and the errors."""
+        """The results by id, until this number of requests has ended, and the errors."""
         results: dict[str, list[Any]] = {}
         errors: list[str] = []
         while num_final:

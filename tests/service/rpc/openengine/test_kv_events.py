@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from waiting import turns, until
+from wire.slow_context import SlowContext
 
 from penstock.kv.events import KvEventLog
 from penstock.scheduler.testing.fake_executor import FakeExecutor
@@ -161,21 +162,6 @@ async def test_a_shutdown_is_the_last_event(start_engine):
     assert (response.error.code, response.error.retryable) == (error_pb2.ERROR_CODE_INTERNAL, True)
     assert await call.read() is grpc.aio.EOF
     assert await call.code() is grpc.StatusCode.OK
-
-
-class SlowContext:
-    """The context of a call whose client reads only as many messages as the test allows."""
-
-    def __init__(self):
-        self.messages = []
-        self.room = asyncio.Semaphore(0)
-
-    async def send_initial_metadata(self, metadata):
-        pass
-
-    async def write(self, message):
-        await self.room.acquire()
-        self.messages.append(message)
 
 
 def hash_of(number):

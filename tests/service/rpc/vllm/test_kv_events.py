@@ -11,6 +11,7 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import common_pb2 as common, vllm_engine_pb2 as vllm
 from waiting import turns, until
+from wire.slow_context import SlowContext
 
 from penstock.kv.block_hash import hash_blocks
 from penstock.kv.events import KvEventLog
@@ -184,21 +185,6 @@ async def test_the_load_says_what_runs_what_waits_and_how_long_nothing_came(star
         each.cancel()
     await follow(call, mirror, lambda: not mirror.loads[-1].running_requests)
     assert mirror.loads[-1].token_usage == 0, "cached blocks can be evicted"
-
-
-class SlowContext:
-    """The context of a call whose client reads only as many messages as the test allows."""
-
-    def __init__(self):
-        self.messages = []
-        self.room = asyncio.Semaphore(0)
-
-    async def send_initial_metadata(self, metadata):
-        pass
-
-    async def write(self, message):
-        await self.room.acquire()
-        self.messages.append(message)
 
 
 class NoLoad:
