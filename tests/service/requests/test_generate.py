@@ -4,6 +4,7 @@ import grpc
 import pytest
 
 import penstock.v1 as pb
+from penstock.kv import block_hash
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import Context
@@ -11,7 +12,6 @@ from penstock.service.errors import Reason, ServiceError
 from penstock.service.requests.contexts import ContextStore
 from penstock.service.requests.cost import MAX_LOGPROB_ENTRIES, MAX_TOKENS_IN_ALL, MAX_WHOLE_ANSWER
 from penstock.service.requests.generate import ResponseMode
-from penstock.service.text import tokenizer as tokenizer_module
 from penstock.service.text.detokenizer import IdsOnly
 from penstock.service.text.tokenizer import Tokenizer
 
@@ -323,7 +323,7 @@ class TestContinueFrom:
             hashed.append(len(ids))
             return hash_blocks(ids, *rest)
 
-        monkeypatch.setattr(tokenizer_module, "hash_blocks", counted)
+        monkeypatch.setattr(block_hash, "hash_blocks", counted)
         request = await convert(pb.GenerationStart(continue_from="R", text="y" * 30), context=kept)
         assert request.block_hashes == hash_blocks(request.prompt_token_ids, 16, request.hash_salt)
         assert hashed == [70 - 16 * num_hashes]

@@ -31,7 +31,7 @@ TEMPLATE = (
 TOOLS = [pb.Tool(function=pb.FunctionTool(name="f", parameters_json='{"type": "object"}'))]
 
 
-def told(history, sampling):
+def hashed_byte(history, sampling):
     """A letter, or a part of one, that depends on the seed and on all before it."""
     key = f"{sampling.seed} {len(history)} {history[-30:]}".encode()
     return hashlib.sha256(key).digest()[0]
@@ -148,9 +148,9 @@ async def test_exact(start_service, case):
     start.output.MergeFrom(pb.OutputOptions(format=BOTH))
     start.output.MergeFrom(pb.OutputOptions(**output))
     n = start.sampling.n or 1
-    first = await start_service(FakeExecutor(vocab_size=258, next_token=told, seconds_per_step=0.001))
+    first = await start_service(FakeExecutor(vocab_size=258, next_token=hashed_byte, seconds_per_step=0.001))
     second = await start_service(
-        FakeExecutor(vocab_size=258, next_token=told), SchedulerConfig(enable_prefix_caching=False)
+        FakeExecutor(vocab_size=258, next_token=hashed_byte), SchedulerConfig(enable_prefix_caching=False)
     )
     whole = await messages_of(first, start)
     undisturbed = Received(n)
@@ -181,7 +181,7 @@ async def test_too_little_memory_for_all(start_service):
     """Rows that are resumed are preempted and computed again like others."""
     start = pb.GenerationStart(text="hello" * 6, sampling=pb.SamplingParams(max_tokens=60, n=2))
     start.output.format = BOTH
-    facts: dict[str, Any] = {"vocab_size": 258, "next_token": told, "num_blocks": 14, "block_size": 8}
+    facts: dict[str, Any] = {"vocab_size": 258, "next_token": hashed_byte, "num_blocks": 14, "block_size": 8}
     first = await start_service(FakeExecutor(**facts, seconds_per_step=0.001))
     second = await start_service(FakeExecutor(**facts))
     whole = await messages_of(first, start)
@@ -223,7 +223,7 @@ async def test_parsed(start_service, write_tokenizer, tmp_path, logprobs):
 async def test_only_text(start_service):
     """A caller without ids has the output generated again, and gets the rest of the text."""
     start = pb.GenerationStart(text="hello", sampling=pb.SamplingParams(max_tokens=30))
-    service = await start_service(FakeExecutor(vocab_size=258, next_token=told, seconds_per_step=0.001))
+    service = await start_service(FakeExecutor(vocab_size=258, next_token=hashed_byte, seconds_per_step=0.001))
     whole = await messages_of(service, start)
     undisturbed = Received()
     for message in whole:
@@ -239,7 +239,7 @@ async def test_resumed_again(start_service):
     start = pb.GenerationStart(
         text="hello", sampling=pb.SamplingParams(max_tokens=30), output=pb.OutputOptions(format=BOTH)
     )
-    service = await start_service(FakeExecutor(vocab_size=258, next_token=told, seconds_per_step=0.001))
+    service = await start_service(FakeExecutor(vocab_size=258, next_token=hashed_byte, seconds_per_step=0.001))
     whole = await messages_of(service, start)
     received = Received().take(whole[0])
     ticket, number = received.ticket, 0
@@ -262,7 +262,7 @@ async def test_cached_output_is_not_prompt(start_service):
     """A service that has the output in its cache reports only the prompt's tokens as cached."""
     start = pb.GenerationStart(text="hello" * 7, sampling=pb.SamplingParams(max_tokens=60))
     start.output.format = BOTH
-    service = await start_service(FakeExecutor(vocab_size=258, next_token=told, seconds_per_step=0.001))
+    service = await start_service(FakeExecutor(vocab_size=258, next_token=hashed_byte, seconds_per_step=0.001))
     received = Received()
     for message in (await messages_of(service, start))[:-1]:
         received.take(message)
@@ -364,3 +364,23 @@ async def test_another_replica(start_service, details_of, differs, other):
     reason, metadata, message = await refused(second, begun(start, ticket=ticket), details_of)
     assert (reason, metadata["differs"]) == ("TICKET_MISMATCH", differs)
     assert message.startswith("resume_from.ticket: it is for ")
+
+
+async def test_worker_dies_with_resumed_rows(start_service):
+    """Rows that are resumed survive a worker that dies at once, like others."""
+    start = pb.GenerationStart(text="hello", sampling=pb.SamplingParams(max_tokens=40, n=2))
+    start.output.format = BOTH
+    first = await start_service(FakeExecutor(vocab_size=258, next_token=hashed_byte, seconds_per_step=0.001))
+    crashes = iter([True])
+    kills = FakeExecutor(vocab_size=258, next_token=hashed_byte, kills=lambda row: next(crashes, False))
+    second = await start_service(kills)
+    whole = await messages_of(first, start)
+    undisturbed, received = Received(2), Received(2)
+    for message in whole:
+        undisturbed.take(message)
+    for message in whole[: len(whole) // 2]:
+        received.take(message)
+    for message in await messages_of(second, received.resume(start)):
+        received.take(message)
+    assert second.engine.stats().restarts
+    assert received.state == undisturbed.state

@@ -17,7 +17,7 @@ OPTIONS: Any = {"max_tokens": 120, "seed": 3, "ignore_eos": True}
 OTHER = CheckpointDigest(b"1" * 8, b"2" * 8, b"3" * 8)
 
 
-def told(history, sampling):
+def hashed_byte(history, sampling):
     """Bytes of characters of two bytes, and letters, which depend on the seed and on all before them."""
     if history[-1] in (0xC3, 0xC4):
         return 0xA9
@@ -26,7 +26,7 @@ def told(history, sampling):
 
 
 def worker(seconds_per_step=0.002):
-    return FakeExecutor(vocab_size=258, next_token=told, seconds_per_step=seconds_per_step)
+    return FakeExecutor(vocab_size=258, next_token=hashed_byte, seconds_per_step=seconds_per_step)
 
 
 @pytest.fixture
