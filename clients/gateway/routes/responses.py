@@ -175,7 +175,7 @@ async def cancel(response_id: str, request: Request, caller: CallerDep) -> Respo
     if not response.content.field("background"):
         raise invalid("response_id", "this response was not made with background: true; disconnect to cancel one")
     await _runs(request).cancel(response)
-    return _whole(response)
+    return _whole(_stored(request).find(response_id, caller.counted_as))  # it may have been deleted meanwhile
 
 
 async def input_items(

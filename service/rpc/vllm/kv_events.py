@@ -22,7 +22,8 @@ from penstock.service.transport.call_end import write
 _log = logging.getLogger(__name__)
 
 BATCH_S = 0.01
-"""The time between two batches, so that each has the changes of a step or more."""
+"""The time between two batches, so that each has the changes of a step or more, and batches take at most a tenth of the
+event loop's time."""
 TICK_S = 0.1
 """How often the load is compared with the one that a subscriber was last sent."""
 HEARTBEAT_S = 1.0
@@ -90,7 +91,7 @@ class KvEventStreams:
                 while not self._feed.is_up_to_date:
                     self._feed.advance()
                     self._notify()
-                    await asyncio.sleep(BATCH_S if self._feed.is_up_to_date else 0)
+                    await asyncio.sleep(BATCH_S)
                 self._notify()  # a snapshot can begin
                 woken.clear()
                 self._log.wake_once(woken.set)
