@@ -33,7 +33,7 @@ class Counters:
     """Decoding rows, summed over all steps."""
     preemptions: int = 0
     resumed_requests: int = 0
-    """Requests that continued the output of another service."""
+    """Requests that continued the token ids of another service."""
     rows_sat_out: int = 0
     """Rows that a step left out because their tenant had its share of it, summed over all steps."""
     output_tokens: int = 0

@@ -124,7 +124,7 @@ INSTRUMENTS = (
                lambda now: _by_position(now.counters.speculation.accepted_at),
                "Drafted tokens that were accepted.", _POSITION),
     Instrument("penstock.resumed_requests", COUNTER, "{request}", lambda now: now.counters.resumed_requests,
-               "Requests that continued the output of another service."),
+               "Requests that continued the token ids of another service."),
     Instrument("penstock.preemptions", COUNTER, "{preemption}", lambda now: now.counters.preemptions,
                "Rows that gave up their blocks to other rows."),
     Instrument("penstock.rows_sat_out", COUNTER, "{row}", lambda now: now.counters.rows_sat_out,
