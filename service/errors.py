@@ -109,7 +109,7 @@ class Reason(Enum):
     )
     INTERNAL = "an internal error; report it to the service's operator with the request id"
     SUPERSEDED = "another request of this stream replaced it"
-    TICKET_INVALID = "resume_from.ticket: it is damaged; send the bytes of accepted.resume_ticket unchanged"
+    TICKET_INVALID = "resume_from.ticket: it is damaged; send the ticket exactly as it was received"
     TICKET_MISMATCH = "the ticket in resume_from is for another model or request; send the request without it"
     NOT_RESUMABLE = "a request of this kind cannot be resumed; send it again without resume_from"
 

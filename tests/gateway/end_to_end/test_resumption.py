@@ -4,7 +4,6 @@ the first stream would have sent, and what cannot continue is refused by name.""
 import asyncio
 import hashlib
 import json
-import time
 from typing import Any
 
 import openai
@@ -170,11 +169,8 @@ LONG = SAMPLED | {"max_tokens": 120, "seed": 5, "n": 2, "stop": [f"{chr(letter)}
 """A letter is held back, as it may begin a stop string."""
 
 
-def slowly(history, sampling):
-    """The same as ``told``, with time to stop the service before the end."""
-    if len(history) > 50:
-        time.sleep(0.03)
-    return told(history, sampling)
+SLOW = 0.03
+"""The time of a step, with which a service can be stopped before the end of a stream."""
 
 
 async def read_and_stop(gateway, service, body):
@@ -188,7 +184,7 @@ async def read_and_stop(gateway, service, body):
             if not line.startswith("data: {"):
                 continue
             chunk, num_chunks = json.loads(line.removeprefix("data: ")), num_chunks + 1
-            if num_chunks == 40:
+            if num_chunks == 10:
                 stopping = asyncio.create_task(service.stop())
             for part in chunk.get("choices", ()):
                 if part["index"] in last:
@@ -201,7 +197,7 @@ async def read_and_stop(gateway, service, body):
 
 @pytest.mark.parametrize("fields", [{}, IDS])
 async def test_a_stream_that_ended_with_an_error(start_gateway, fields):
-    first, second = await start_gateway(next_token=slowly), await start_gateway(next_token=told)
+    first, second = await start_gateway(next_token=told, seconds_per_step=SLOW), await start_gateway(next_token=told)
     whole = await whole_of(second, COMPLETIONS, LONG | fields)
     received, _, error = await read_and_stop(first.http, first.service, LONG | fields)
     assert error["error"]["code"]
@@ -212,7 +208,7 @@ async def test_a_stream_that_ended_with_an_error(start_gateway, fields):
 @pytest.mark.parametrize("fields", [{}, IDS])
 async def test_a_stream_that_goes_on_and_then_moves(start_gateway, http_before, fields):
     """What a caller had before is also what the next service must not send."""
-    first, second = await start_gateway(next_token=slowly), await start_gateway(next_token=told)
+    first, second = await start_gateway(next_token=told, seconds_per_step=SLOW), await start_gateway(next_token=told)
     whole = await whole_of(second, COMPLETIONS, LONG | fields)
     ticket, chunks = await stream(second, COMPLETIONS, LONG | fields)
     had = Received(ticket, 2).add_all(chunks[:20])
