@@ -1,5 +1,6 @@
 """What every test may count on: no model hub is reached, and a test for a GPU is skipped where there is none."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -35,6 +36,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Freezes the millions of objects of imported modules and collected tests, so that neither the garbage collector nor
+    tests that list its objects scan them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -119,6 +119,9 @@ class Service:
 
 StartService = Callable[..., Awaitable[Service]]
 
+CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
+"""A window that grows with the machine's delays may take all that a client does not read."""
+
 
 @pytest.fixture
 async def start_service(byte_tokenizer: Tokenizer) -> AsyncIterator[StartService]:
@@ -141,7 +144,7 @@ async def start_service(byte_tokenizer: Tokenizer) -> AsyncIterator[StartService
             stack.push_async_callback(server.stop)
             channels = []
             for where in (target, server.admin_target or "unix:/nowhere"):
-                channels.append(grpc.aio.insecure_channel(where, options=[("grpc.use_local_subchannel_pool", 1)]))
+                channels.append(grpc.aio.insecure_channel(where, options=CHANNEL_OPTIONS))
                 stack.push_async_callback(channels[-1].close)
             return Service(server, engine, executor, target, *channels)
 
