@@ -6,6 +6,7 @@ A response that others continue outlives its own end, hidden: its items are part
 import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 
 from penstock.clients.gateway.stored.stored_response import Content, StoredResponse
 from penstock.clients.gateway.upstream.body_budget import TENANT_SHARE
@@ -127,9 +128,9 @@ class ResponseStore:
             self._remove(first)
 
     def take_changes(self) -> Changes:
-        """Returns what changed since the last time."""
+        """Returns what changed since the last time: copies, since a thread reads them while others go on here."""
         changes, self._changes = self._changes, {}
-        return changes
+        return {id_: None if response is None else copy(response) for id_, response in changes.items()}
 
     def restore_changes(self, changes: Changes) -> None:
         """Takes back changes that could not be written, for the next time."""

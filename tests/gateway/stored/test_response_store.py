@@ -132,6 +132,14 @@ def test_live_responses_never_go(store):
     assert found(store, "abc") == "ab"
 
 
+def test_changes_that_are_being_written_stay_as_they_were(store):
+    add(store, "a", is_live=True)
+    [taken] = store.take_changes().values()
+    store.end(store.find("a", "t"), Content(b"{}", b"x"))
+    assert (taken.is_live, taken.content) == (True, Content())
+    assert store.take_changes()["a"].content == Content(b"{}", b"x")
+
+
 def test_the_end_of_a_live_response_may_evict_others_but_not_itself(store):
     add(store, "a", is_live=True)
     add(store, *"bc", num_bytes=9 * UNIT)
