@@ -66,7 +66,7 @@ class Toy:
     def __init__(self, kernels: Kernels, library: Path, kind: Kind, num_threads: int) -> None:
         self.rng = np.random.default_rng(3)
         self.kernels, self.kind = kernels, kind
-        self.library = Library(num_threads, None, library)
+        self.library = Library(num_threads, library)
         self.memory, self.used = self.library.memory(MEMORY), 0
         self.kept: list[object] = []
         self.weights: list[dict[str, Array]] = []
