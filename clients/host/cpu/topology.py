@@ -115,7 +115,7 @@ def _efficiency_cores(root: Path, numbers: list[int]) -> set[int]:
 def _parse_list(text: str) -> set[int]:
     """Returns the numbers in a list such as ``0-3,8,10-11``; none of them if a part of it is not of this form."""
     found: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
+    for part in text.strip().split(",") if text.strip() else ():
         match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part.strip(), re.ASCII)
         if match is None:
             return set()
