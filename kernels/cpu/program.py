@@ -123,7 +123,7 @@ class Step(Structure):
 
 
 class Placement(Structure):
-    """Where the threads of a pool run; see ``csrc/core/threads.h``."""
+    """The placement of a pool's threads; see ``csrc/core/threads.h``."""
 
     _fields_ = (("num", c_int32), ("nodes", c_void_p), ("cpu_starts", c_void_p), ("cpus", c_void_p))
     kept: object
@@ -161,7 +161,8 @@ class Library:
         """``cpus``: the logical CPUs on which each thread may run; empty: all threads run everywhere. ``nodes``: the
         NUMA node of each thread, in ascending order; empty: memory is not placed. Raises LibraryMissing."""
         assert len(cpus) in (0, num_threads), "CPUs for each thread, or for none"
-        assert len(nodes) in (0, num_threads) and list(nodes) == sorted(nodes), "those of a node are side by side"
+        assert len(nodes) in (0, num_threads), "a node for each thread, or for none"
+        assert list(nodes) == sorted(nodes), "the threads of a node are side by side"
         self._c = typed_library(path)
         self._placement = _placement(num_threads, cpus, nodes)
         self._nodes = sorted(set(nodes))
@@ -175,8 +176,8 @@ class Library:
         return Memory(self._c, num_bytes)
 
     def shared_memory(self, num_bytes: int) -> Memory:
-        """Maps memory that any thread may read. With threads on several NUMA nodes, its pages come from these by
-        turns. Raises MemoryError."""
+        """Maps memory that any thread may read. With threads on several NUMA nodes, its pages alternate between
+        these. Raises MemoryError."""
         memory = Memory(self._c, num_bytes)
         if len(self._nodes) > 1:
             nodes = (c_int32 * len(self._nodes))(*self._nodes)

@@ -19,9 +19,9 @@ class ProfiledLoad(msgspec.Struct, frozen=True):
 
     rows: int
     prompt_tokens: int
-    """Of each row."""
+    """Tokens of each row's prompt."""
     output_tokens: int
-    """Of each row; at least 2, as the first one comes from the last step of its prompt."""
+    """Tokens of each row's output; at least 2, as the first one comes from the last step of its prompt."""
     rounds: int = 3
     """How many times prompts are computed and decoded."""
     step_tokens: int | None = None
@@ -46,7 +46,7 @@ class StageTime(msgspec.Struct, frozen=True):
     name: str
     seconds: float
     share: float
-    """Of the step's time."""
+    """The part of the step's time."""
     limit_seconds: float | None = None
     """The least time by the bytes that the stage reads and the operations that it computes; None if these are too few
     to matter."""
@@ -67,7 +67,7 @@ class StepTime(msgspec.Struct, frozen=True):
     tokens: int
     seconds: float
     stages: list[StageTime]
-    """By time, longest first."""
+    """The longest first."""
 
 
 class StepProfile(msgspec.Struct, frozen=True):

@@ -25,10 +25,10 @@ _BACKEND = "--backend cpu: "
 """The beginning of an error about a model that this backend cannot run."""
 _EPILOG = """\
 Loads the model as penstock serve does, measures what the machine reads and computes at best, and computes some prompts
-and outputs. Prints for a step of decoding, and for the prompts, how long each stage took, its share of the time, and its
-share of the limit: the time that its bytes take at the memory's bandwidth, or its operations at the arithmetic's peak,
-whichever is longer. Run nothing else meanwhile. Only for CPUs. Exit status: 0, 1 if the model cannot be profiled, 2 for
-invalid flags.
+and outputs. Prints for a step of decoding, and for the prompts, how long each stage took, its share of the time, and
+its share of the limit: the time that its bytes take at the memory's bandwidth, or its operations at the arithmetic's
+peak, whichever is longer. Run nothing else meanwhile. Only for CPUs. Exit status: 0, 1 if the model cannot be profiled,
+2 for invalid flags.
 
 examples:
   penstock profile                                        the built-in demo model
@@ -51,12 +51,13 @@ def main(argv: list[str]) -> int:
     except (ModelError, CannotPin) as error:
         raise PenstockError(_explained(str(error))) from error
     # With --json -, standard output is only for the JSON.
-    print("\n".join(describe(profile, job.load)), file=sys.stderr if arguments.json == "-" else sys.stdout)
+    screen = sys.stderr if arguments.json == "-" else sys.stdout
+    screen.write("\n".join([*describe(profile, job.load), ""]))
     if arguments.json is not None:
         about = {"format": 1, "penstock": installed_version(), "model": arguments.model}
         text = json.dumps({**about, "load": msgspec.to_builtins(job.load), **msgspec.to_builtins(profile)})
         if arguments.json == "-":
-            print(text)
+            sys.stdout.write(text + "\n")
         else:
             with open(arguments.json, "w", encoding="utf-8") as file:
                 file.write(text + "\n")

@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder:
         count, clock = build(Path(folder), "count", "-DCOUNT"), build(Path(folder), "time")
-        print(f"{cores} cores; {ITEMS_PER_THREAD} items a thread; with one word for all threads, each of two lines would "
-              f"have {ITEMS_PER_THREAD} writes a thread, by all threads\n")  # fmt: skip
+        print(f"{cores} cores; {ITEMS_PER_THREAD} items a thread: with one word for all to claim from and one counter, "
+              f"{ITEMS_PER_THREAD} writes a thread to each\n")  # fmt: skip
         print("| threads | groups | atomic writes | to the busiest line | by threads | empty job, p50 | p99 |")
         print("|---:|---:|---:|---:|---:|---:|---:|")
         for threads in arguments.threads:

@@ -347,7 +347,7 @@ def test_bits_do_not_depend_on_the_step(make: Callable[..., Toy], kind: Kind) ->
 def test_bits_do_not_depend_on_many_threads(
     make: Callable[..., Toy], kind: Kind, num_threads: int, num_nodes: int
 ) -> None:
-    """Threads in several groups, with weights divided among nodes, of which this machine need not have more than one."""
+    """Threads in several groups, with weights divided among nodes, which this machine need not have."""
     rows = sequences()
     nodes = [thread * num_nodes // num_threads for thread in range(num_threads)] if num_nodes > 1 else ()
     many, one = make(kind, num_threads, nodes), make(kind, 1)

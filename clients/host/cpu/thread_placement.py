@@ -16,7 +16,7 @@ class CannotPin(Exception):
 
 @dataclass(frozen=True)
 class ThreadPlacement:
-    """Where each compute thread runs. The threads of a node are side by side."""
+    """The CPUs and nodes of compute threads. The threads of a node are side by side."""
 
     num_threads: int
     is_pinned: bool
@@ -61,7 +61,7 @@ def place_threads(topology: CpuTopology, num_threads: int, pinning: str) -> Thre
 
 def _choose(cpus: Sequence[LogicalCpu], num_threads: int) -> list[LogicalCpu]:
     """Returns a CPU for each thread: each core's first hardware thread before any second one, fast cores before
-    efficiency cores, and NUMA nodes in turn, so that the memory of all of them is read. The result is sorted by node."""
+    efficiency cores, and NUMA nodes in turn, so that the memory of all is read. The result is sorted by node."""
     threads_of_core: Counter[int] = Counter()
     cpus_of_node: Counter[tuple[int, bool, int]] = Counter()
     ranks = {}

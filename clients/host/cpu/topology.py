@@ -1,6 +1,6 @@
 """Reads which logical CPUs a process may use, and how they share cores and memory: from /sys/devices/system, the
-affinity mask and the control groups. What is missing there or makes no sense counts as absent: then each logical CPU is
-a core of its own on the only NUMA node."""
+affinity mask and the control groups. Files that make no sense count as absent. Without any, each logical CPU is a core
+of its own on the only NUMA node."""
 
 import math
 import os
@@ -35,7 +35,7 @@ class CpuTopology:
     """What a process may use."""
 
     cpus: tuple[LogicalCpu, ...]
-    """By affinity, in the order of their numbers."""
+    """Those that its affinity mask allows, in the order of their numbers."""
     num_online: int
     """The logical CPUs of the machine."""
     quota: float | None

@@ -290,8 +290,8 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     num_bytes = block_bytes(spec, formats.kv, config.block_size)
     num_blocks = num_kv_blocks(config, num_bytes, max_model_len)
     with allocated(num_blocks, "cpu"):
-        # A page belongs to whichever row comes, and any thread may read it, so pages come from all nodes by turns: then
-        # no node's memory is read more than another's. A page has 16 tokens of all heads, and memory is placed in units
+        # A page belongs to whichever row comes, and any thread may read it, so pages alternate between nodes: then no
+        # node's memory is read more than another's. A page has 16 tokens of all heads, and memory is placed in units
         # of 4 KiB or 2 MiB, so heads cannot be placed one by one.
         pages = library.shared_memory(num_blocks * num_bytes)
     instruction_set = kernels.name.decode()

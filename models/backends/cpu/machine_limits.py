@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.kernels.cpu.bindings import GemmOutput, Inputs, Kernels, Matrix, OutputMode, StorageFormat, address
 from penstock.kernels.cpu.program import ElementType, Library, Memory
@@ -96,10 +97,10 @@ class _Product:
         self._kernels.product(self._matrix, self._inputs, 0, self._matrix.rows // 16, self._to)
 
 
-def _numbers(memory: Memory, begin: int, num_bytes: int) -> "np.ndarray[tuple[int], np.dtype[np.uint64]]":
+def _numbers(memory: Memory, begin: int, num_bytes: int) -> NDArray[np.uint64]:
     """Returns a part of the library's memory as an array. The memory must outlive it."""
     numbers = (ctypes.c_uint64 * (num_bytes // 8)).from_address(memory.address + begin)
-    return np.frombuffer(numbers, dtype=np.uint64)
+    return np.ctypeslib.as_array(numbers)
 
 
 def _best(num_threads: int, run: Callable[[int], object]) -> float:

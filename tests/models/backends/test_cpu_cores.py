@@ -9,6 +9,7 @@ from waiting import wait_until
 from penstock.models.backends.base import load_backend
 from penstock.models.errors import ModelError
 
+
 @pytest.mark.parametrize("is_pinned", [True, False])
 def test_threads_of_a_backend_stay_on_their_cores(cpu_library, tiny_model, worker_config, is_pinned):
     """All but the caller's, which is not the backend's."""

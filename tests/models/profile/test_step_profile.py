@@ -6,6 +6,7 @@ from penstock.kernels.cpu.bindings import StorageFormat, find_kernels
 from penstock.kernels.cpu.program import STAGES, DecoderLayer, Library
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.cpu import machine_limits
+from penstock.models.backends.cpu.backend import CpuBackend
 from penstock.models.backends.cpu.machine_limits import measure_limits
 from penstock.models.backends.cpu.stage_limits import MachineLimits, Span, StageLimits
 from penstock.models.executor.step_profile import ProfiledLoad
@@ -26,6 +27,7 @@ def brute_force_pairs(spans, window, chunked):
 @pytest.mark.parametrize("variant", ["llama", "mistral-window9", "qwen3-moe", "llama4"])
 def test_limits_are_the_bytes_and_operations_of_the_model(cpu_library, tiny_model, worker_config, variant):
     backend = load_backend(worker_config(tiny_model(variant).path, backend="cpu"))
+    assert isinstance(backend, CpuBackend)
     model = backend.model.model
     layers = (DecoderLayer * model.num_layers).from_address(model.layers)
     module = tiny_model(variant).module.config
@@ -48,6 +50,7 @@ def test_limits_are_the_bytes_and_operations_of_the_model(cpu_library, tiny_mode
 
 def test_no_logits_need_no_head(cpu_library, tiny_model, worker_config):
     backend = load_backend(worker_config(tiny_model("llama").path, backend="cpu"))
+    assert isinstance(backend, CpuBackend)
     assert StageLimits(backend.model.model, UNIT).of_step([Span(0, 9)], 0)["head"] == (0, 0)
 
 

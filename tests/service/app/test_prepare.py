@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from penstock.clients.cli.doctor import choose
-from penstock.clients.host.cpu_library import CpuLibrary
 from penstock.clients.host.cpu.topology import read_topology
+from penstock.clients.host.cpu_library import CpuLibrary
 from penstock.clients.host.machine import Gpu, inspect_machine
 from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig

@@ -54,7 +54,7 @@ bool interleave_memory(void* memory, int64_t bytes, const int32_t* nodes, int nu
   for (int i = 0; i < num; i++)
     if (nodes[i] >= 0 && nodes[i] < MAX_NODES)
       mask[static_cast<size_t>(nodes[i]) / (8 * sizeof(mask[0]))] |= 1UL << nodes[i] % static_cast<int>(8 * sizeof(mask[0]));
-  // The kernel reads one bit less than it is told.
+  // The kernel reads one bit less than this number.
   return syscall(SYS_mbind, memory, static_cast<unsigned long>(rounded(bytes)), INTERLEAVE, mask,
                  static_cast<unsigned long>(MAX_NODES + 1), 0U) == 0;
 }

@@ -129,7 +129,7 @@ void Threads::run_job(int items, const int32_t* ends, bool helps, Function funct
 int Threads::fill(int items, const int32_t* ends, bool helps, Function function, void* context) {
   int active = 0;
   while (active < num_groups_ && groups_[active].begin < used()) active++;
-  // Without help, nobody does the items of a group without threads: they are the others' too.
+  // A group without threads needs help.
   if (active < num_groups_) helps = true;
   if (!ends && items < active) active = items;
   uint64_t open = 0;
@@ -155,7 +155,7 @@ int Threads::fill(int items, const int32_t* ends, bool helps, Function function,
   return active;
 }
 
-// Tells the first `active` groups of the newest job.
+// Starts the newest job in the first `active` groups.
 void Threads::start(int active) {
   for (int group = 0; group < active; group++) groups_[group].newest.store(number_, std::memory_order_release);
   // Either this sees that a thread sleeps, or the thread sees the job before it does.

@@ -92,7 +92,7 @@ class Threads {
   static constexpr int MAX_GROUPS = 64;  // more threads than 64 groups of eight make larger groups
   static constexpr uint32_t NUM_JOBS = 4;
 
-  // Threads [begin, end). The word that tells them of a new job, which is a futex, and how many sleep on it.
+  // Threads [begin, end). `newest` is the number of the group's newest job and a futex; `parked` threads sleep on it.
   struct alignas(64) Group {
     std::atomic<uint32_t> newest{0};
     alignas(64) std::atomic<int32_t> parked{0};

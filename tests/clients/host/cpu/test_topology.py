@@ -34,7 +34,7 @@ def epyc(root: Path) -> None:
 
 
 def hybrid_laptop(root: Path) -> None:
-    """Four fast cores with two hardware threads each, of which two reach a higher frequency, and eight efficient ones."""
+    """Four fast cores with two hardware threads each, two of them a little faster, and eight efficient ones."""
     fast = {number: f"{number // 2 * 2}-{number // 2 * 2 + 1}" for number in range(8)}
     write(root, siblings({**fast, **{number: str(number) for number in range(8, 16)}}, "thread_siblings_list"))
     most = {number: 4_900_000 if number < 4 else 4_700_000 if number < 8 else 3_600_000 for number in range(16)}
