@@ -14,7 +14,7 @@ from penstock.kernels.cpu.program import Library
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.cpu.backend import CpuBackend
 from penstock.models.backends.cpu.machine_limits import measure_limits
-from penstock.models.backends.cpu.stage_limits import MachineLimits, Span, StageLimit, StageLimits
+from penstock.models.backends.cpu.stage_limits import ComputedSpan, MachineLimits, StageLimit, StageLimits
 from penstock.models.errors import ModelError
 from penstock.models.executor.step_profile import (
     ProfiledLoad,
@@ -102,13 +102,13 @@ def _run(
         for chunks in _chunks(load, load.step_tokens or backend.facts.max_num_batched_tokens):
             new = [added[chunk.row] for chunk in chunks if chunk.start == 0]
             least = limits.of_step(
-                [Span(chunk.start, chunk.end) for chunk in chunks], sum(chunk.end == prompt for chunk in chunks)
+                [ComputedSpan(chunk.start, chunk.end) for chunk in chunks], sum(chunk.end == prompt for chunk in chunks)
             )
             steps.append(_timed(backend, runner, StepPlan(0, [], new, [], chunks, []), least))
         prefills.append(steps)
         plan = StepPlan(0, [], [], [], [], [Decode(row, 1) for row in rows])
         for position in range(prompt, prompt + load.output_tokens - 1):
-            least = limits.of_step([Span(position, position + 1)] * load.rows, load.rows)
+            least = limits.of_step([ComputedSpan(position, position + 1)] * load.rows, load.rows)
             decodes.append(_timed(backend, runner, plan, least))
         runner.run(StepPlan(0, list(rows), [], [], [], []))
     return prefills, decodes

@@ -35,7 +35,7 @@ class CpuTopology:
     """What a process may use."""
 
     cpus: tuple[LogicalCpu, ...]
-    """Those that its affinity mask allows, in the order of their numbers."""
+    """The logical CPUs that its affinity mask allows, by number."""
     num_online: int
     """The logical CPUs of the machine."""
     quota: float | None

@@ -17,7 +17,7 @@ def arithmetic(format: StorageFormat) -> str:
     return FLOATS.get(format, "int8")
 
 
-class Span(NamedTuple):
+class ComputedSpan(NamedTuple):
     """The positions [start, end) of a row that a step computes."""
 
     start: int
@@ -49,7 +49,7 @@ class StageLimits:
         self._machine = machine
         self._layers = list((DecoderLayer * model.num_layers).from_address(model.layers))
 
-    def of_step(self, spans: Sequence[Span], num_sampled: int) -> dict[str, StageLimit]:
+    def of_step(self, spans: Sequence[ComputedSpan], num_sampled: int) -> dict[str, StageLimit]:
         """Returns the limits of a step of these rows, ``num_sampled`` of which get a token."""
         totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         tokens = sum(span.end - span.start for span in spans)
@@ -92,7 +92,7 @@ class StageLimits:
             yield from _mlp("experts", mlp, kept)
         yield from _products("experts", layer.shared_gate, kept)
 
-    def _attention(self, layer: DecoderLayer, spans: Iterable[Span]) -> tuple[float, float]:
+    def _attention(self, layer: DecoderLayer, spans: Iterable[ComputedSpan]) -> tuple[float, float]:
         """Returns the bytes of keys and values that are read, and the operations: for each pair of a query and a key, a
         product and a sum for the score, and the same for the value."""
         pairs = read = 0

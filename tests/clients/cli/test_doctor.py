@@ -106,11 +106,7 @@ def test_the_cpu_library_and_its_instruction_set_are_reported(fitted):
 @pytest.mark.parametrize(
     ("topology", "cores", "threads"),
     [
-        (
-            CpuTopology(cpus(8, 2), 8, None),
-            "8 of 8 usable, 8 hardware threads on 4 physical cores",
-            "4, not pinned",
-        ),
+        (CpuTopology(cpus(8, 2), 8, None), "8 of 8 usable, 8 hardware threads on 4 physical cores", "4, not pinned"),
         (
             CpuTopology(cpus(4, num_nodes=2), 4, None),
             "4 of 4 usable, on 2 NUMA nodes",

@@ -8,13 +8,13 @@ from penstock.models.backends.base import load_backend
 from penstock.models.backends.cpu import machine_limits
 from penstock.models.backends.cpu.backend import CpuBackend
 from penstock.models.backends.cpu.machine_limits import measure_limits
-from penstock.models.backends.cpu.stage_limits import MachineLimits, Span, StageLimits
+from penstock.models.backends.cpu.stage_limits import ComputedSpan, MachineLimits, StageLimits
 from penstock.models.executor.step_profile import ProfiledLoad
 from penstock.models.worker.step_profile import PYTHON, _chunks, profile_model
 
 UNIT = MachineLimits(1.0, {"float32": 1.0, "bfloat16": 1.0, "int8": 1.0})
 """A machine on which a limit in seconds is a number of bytes or operations."""
-SPANS = [Span(0, 40), Span(70, 71)]
+SPANS = [ComputedSpan(0, 40), ComputedSpan(70, 71)]
 
 
 def brute_force_pairs(spans, window, chunked):
@@ -51,7 +51,7 @@ def test_limits_are_the_bytes_and_operations_of_the_model(cpu_library, tiny_mode
 def test_no_logits_need_no_head(cpu_library, tiny_model, worker_config):
     backend = load_backend(worker_config(tiny_model("llama").path, backend="cpu"))
     assert isinstance(backend, CpuBackend)
-    assert StageLimits(backend.model.model, UNIT).of_step([Span(0, 9)], 0)["head"] == (0, 0)
+    assert StageLimits(backend.model.model, UNIT).of_step([ComputedSpan(0, 9)], 0)["head"] == (0, 0)
 
 
 def test_a_machine_is_measured(cpu_library, monkeypatch):
