@@ -81,7 +81,12 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     num_threads: int = 1
     """The number of compute threads, on a CPU."""
     cpu_pinning: str = "auto"
-    """Whether each of those threads is pinned to a core: on, off, or auto, if the worker has cores of its own."""
+    """Whether each of those threads is pinned to a core: on, off, or auto, if the worker has cores of its own. The next
+    two follow from it."""
+    thread_cpus: tuple[tuple[int, ...], ...] = ()
+    """For each thread, the logical CPUs on which it may run; empty: the system moves threads freely."""
+    thread_nodes: tuple[int, ...] = ()
+    """The NUMA node of each thread, in ascending order; empty: memory is not placed."""
     max_memory_bytes: int | None = None
     """The maximum host memory that the worker may use in total, however much is free; None: all that is free."""
     tokenizer_vocab_size: int | None = None

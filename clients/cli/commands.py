@@ -47,6 +47,7 @@ COMMANDS = {
         "bench",
         "penstock.clients.bench.flags:make_parser",
     ),
+    "profile": Command("penstock.service.app.profile:main", "show where the time of a model's steps goes on a CPU"),
     "top": Command("penstock.clients.cli.admin.top:main", "show live statistics of a running service"),
     "explain": Command("penstock.clients.cli.admin.explain:main", "show where a request's time went"),
     "requests": Command("penstock.clients.cli.admin.requests:list_requests", "list the live requests of a service"),

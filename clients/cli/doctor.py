@@ -3,6 +3,7 @@ remedies; or why a service cannot be reached."""
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -10,6 +11,8 @@ from enum import Enum
 from penstock.clients.cli.command_parser import CommandParser
 from penstock.clients.cli.options import ConnectionOptions, add_connection_flags, connection
 from penstock.clients.cli.reachability import reach
+from penstock.clients.host.cpu.thread_placement import ThreadPlacement, place_threads
+from penstock.clients.host.cpu.topology import CpuTopology
 from penstock.clients.host.cpu_library import CpuLibrary, inspect_cpu_library
 from penstock.clients.host.distribution import install_command
 from penstock.clients.host.machine import Machine, Package, has_gpu, inspect_machine
@@ -68,6 +71,7 @@ def main(argv: list[str]) -> int:
     if arguments.json:
         report = {
             "machine": dataclasses.asdict(machine),
+            "threads": dataclasses.asdict(_placement(machine.topology)),
             "cpu_library": dataclasses.asdict(library),
             "choice": dataclasses.asdict(choice),
             "findings": [{**dataclasses.asdict(finding), "kind": finding.kind.value} for finding in findings],
@@ -176,14 +180,13 @@ def examine(machine: Machine, library: CpuLibrary) -> Iterator[Finding]:
 
 def describe(machine: Machine, library: CpuLibrary, choice: BackendChoice, findings: list[Finding]) -> Iterator[str]:
     """Yields the lines of the report."""
-    cores = f"{machine.num_usable_cores:g} of {machine.num_cores} usable"
     yield f"penstock  {machine.penstock}"
     yield f"Python    {machine.python} at {machine.python_path}"
     yield f"System    {machine.system}"
-    yield f"CPU       {machine.cpu}, cores: {cores}"
+    yield f"CPU       {machine.cpu}, cores: {describe_cores(machine.topology)}"
     yield f"          {' '.join(machine.instruction_sets) or 'no instruction set that the kernels use'}"
     if library.levels:
-        yield f"Kernels   the CPU library with {library.levels[0]}, threads: {machine.num_threads()}"
+        yield f"Kernels   the CPU library with {library.levels[0]}, threads: {describe_threads(machine.topology)}"
     else:
         yield f"Kernels   none for a CPU ({library.problem})"
     yield f"Memory    {_gib(machine.memory_bytes)}, of which {_gib(machine.available_bytes)} are available"
@@ -211,6 +214,36 @@ def describe(machine: Machine, library: CpuLibrary, choice: BackendChoice, findi
         yield f"  -> {finding.remedy}"
     if not findings:
         yield "Nothing is missing."
+
+
+def describe_cores(topology: CpuTopology) -> str:
+    """Describes what a process may use of the machine's processors."""
+    parts = [f"{topology.num_usable:g} of {topology.num_online} usable"]
+    if topology.num_cores < len(topology.cpus):
+        parts.append(f"{len(topology.cpus)} hardware threads on {topology.num_cores} physical cores")
+    if efficient := len({cpu.core for cpu in topology.cpus if cpu.is_efficient}):
+        parts.append(f"{efficient} of them efficiency cores")
+    if len(topology.nodes) > 1:
+        parts.append(f"on {len(topology.nodes)} NUMA nodes")
+    if topology.quota is not None:
+        parts.append(f"quota of {topology.quota:g}")
+    return ", ".join(parts)
+
+
+def describe_threads(topology: CpuTopology) -> str:
+    """Describes the compute threads that penstock serve starts without flags."""
+    placement = _placement(topology)
+    if placement.is_pinned:
+        kept = f", pinned to {' '.join(str(cpu) for (cpu,) in placement.cpus)}"
+    else:
+        kept = ", each kept on its NUMA node" if placement.nodes else ", not pinned"
+    counts = Counter(placement.nodes)
+    shares = f" ({', '.join(f'{count} on node {node}' for node, count in counts.items())})" if counts else ""
+    return f"{placement.num_threads}{shares}{kept}"
+
+
+def _placement(topology: CpuTopology) -> ThreadPlacement:
+    return place_threads(topology, topology.num_threads(), "auto")
 
 
 def _gib(num_bytes: int) -> str:

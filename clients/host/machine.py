@@ -5,7 +5,6 @@ Imports none of the packages that it reports, so that it is fast and works on th
 
 import contextlib
 import importlib.metadata
-import math
 import os
 import platform
 import re
@@ -16,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.clients.host.cpu.control_groups import control_groups, read
+from penstock.clients.host.cpu.topology import CpuTopology, read_topology
 from penstock.clients.host.distribution import NAME, installed_version
 
 _INSTRUCTION_SETS = (
@@ -62,9 +63,8 @@ class Machine:
     python_path: str
     system: str
     cpu: str
-    num_cores: int
-    num_usable_cores: float
-    """The cores that affinity and the control group allow this process."""
+    topology: CpuTopology
+    """The processors that this process may use."""
     instruction_sets: list[str]
     """The instruction sets that kernels for language models use."""
     memory_bytes: int
@@ -93,10 +93,6 @@ class Machine:
                 return "cpu", f"CUDA_VISIBLE_DEVICES={self.visible_gpus!r} hides the GPU"
         return "cuda", self.gpus[0].name
 
-    def num_threads(self) -> int:
-        """How many threads can compute without sharing a core: the whole usable cores, at least one."""
-        return max(1, int(self.num_usable_cores))
-
     def missing(self) -> list[Package]:
         """Packages that are not installed."""
         return [package for package in self.packages if package.version is None]
@@ -104,7 +100,7 @@ class Machine:
 
 def inspect_machine(root: Path = Path("/")) -> Machine:
     """Inspects this machine; ``root`` is where /proc and /sys are."""
-    cpu_info = _read(root / "proc/cpuinfo")
+    cpu_info = read(root / "proc/cpuinfo")
     memory_bytes, available_bytes = _memory(root)
     gpus, gpu_problem = _gpus()
     return Machine(
@@ -113,8 +109,7 @@ def inspect_machine(root: Path = Path("/")) -> Machine:
         python_path=sys.executable,
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu=_line(cpu_info, "model name") or platform.processor() or platform.machine(),
-        num_cores=os.cpu_count() or 1,
-        num_usable_cores=_usable_cores(root),
+        topology=read_topology(root),
         instruction_sets=_instruction_sets(cpu_info),
         memory_bytes=memory_bytes,
         available_bytes=available_bytes,
@@ -141,55 +136,23 @@ def has_gpu() -> bool:
     return Path("/dev/nvidiactl").exists()
 
 
-def _usable_cores(root: Path) -> float:
-    """Returns the number of cores by affinity and by the control groups' CPU quota."""
-    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    for group in _control_groups(root):
-        quota, _, period = _read(group / "cpu.max").partition(" ")
-        cores = min(cores, _share(quota, period))
-    for group in _control_groups(root, "cpu"):
-        quota, period = (_read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-        cores = min(cores, _share(quota, period))
-    return round(cores, 2)
-
-
-def _share(quota: str, period: str) -> float:
-    """Returns a quota in cores; a group without a limit has ``max``, or -1, or no file."""
-    quota, period = quota.strip(), period.strip()
-    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else math.inf
-
-
 def _memory(root: Path) -> tuple[int, int]:
     """Returns total and available bytes, each the minimum of the machine and the control groups."""
-    info = _read(root / "proc/meminfo")
+    info = read(root / "proc/meminfo")
     total, available = (_kibibytes(_line(info, name)) for name in ("MemTotal", "MemAvailable"))
     for controller, limit_file, used_file, cached_line in _MEMORY_FILES:
-        for group in _control_groups(root, controller):
-            limit, used = (_read(group / name).strip() for name in (limit_file, used_file))
+        for group in control_groups(root, controller):
+            limit, used = (read(group / name).strip() for name in (limit_file, used_file))
             if limit.isdigit() and used.isdigit():  # without a limit it is ``max``, or more than any machine has
-                cached = re.search(rf"^{cached_line} (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
+                cached = re.search(rf"^{cached_line} (\d+)$", read(group / "memory.stat"), re.MULTILINE)
                 left = int(limit) - int(used) + (int(cached[1]) if cached else 0)
                 total, available = min(total, int(limit)), min(available, max(left, 0))
     return total, available
 
 
 def _open_files(root: Path) -> int:
-    limit = re.search(r"^Max open files +\S+ +(\d+)", _read(root / "proc/self/limits"), re.MULTILINE)
+    limit = re.search(r"^Max open files +\S+ +(\d+)", read(root / "proc/self/limits"), re.MULTILINE)
     return int(limit[1]) if limit else 0
-
-
-def _control_groups(root: Path, controller: str = "") -> Iterator[Path]:
-    """Yields the process's control group and its parents: each may have limits. Version 2; version 1 if a controller is
-    named, which has its own tree there, possibly shared with others."""
-    own = re.search(rf"^\d+:((?:\S+,)?{controller}(?:,\S+)?):/(.*)$", _read(root / "proc/self/cgroup"), re.MULTILINE)
-    top = root / "sys/fs/cgroup"
-    if controller:
-        top /= own[1] if own and (top / own[1]).exists() else controller
-    group = top / (own[2] if own else "")
-    yield group
-    while group != top:
-        group = group.parent
-        yield group
 
 
 def _instruction_sets(cpu_info: str) -> list[str]:
@@ -239,13 +202,6 @@ def _line(text: str, name: str) -> str:
     """Returns the value of the first line ``name : value``; empty if there is none."""
     found = re.search(rf"^{re.escape(name)}\s*:(.*)$", text, re.MULTILINE)
     return found[1].strip() if found else ""
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _kibibytes(text: str) -> int:

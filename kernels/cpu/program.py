@@ -2,6 +2,7 @@
 them."""
 
 import ctypes
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
@@ -12,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.kernels.cpu.bindings import BUILD_IT, Kernels, KvLayout, LibraryMissing, Matrix, load_library
+
+logger = logging.getLogger(__name__)
 
 STAGES = (
     "embed", "norm", "qkv", "rope and KV", "attention", "output", "experts", "gate and up", "down", "head", "sample",
@@ -119,6 +122,13 @@ class Step(Structure):
     )  # fmt: skip
 
 
+class Placement(Structure):
+    """The placement of a pool's threads; see ``csrc/core/threads.h``."""
+
+    _fields_ = (("num", c_int32), ("nodes", c_void_p), ("cpu_starts", c_void_p), ("cpus", c_void_p))
+    kept: object
+
+
 class Memory:
     """Zeroed memory that the library maps, in huge pages where the system has them. The system commits pages on first
     write. The memory is unmapped with this object, which must outlive every use of the address."""
@@ -140,17 +150,40 @@ class Memory:
 class Library:
     """The library's functions for models, with their types. Calls release the GIL."""
 
-    def __init__(self, num_threads: int, cores: Sequence[int] | None, path: Path | None = None) -> None:
-        """Raises LibraryMissing."""
+    def __init__(
+        self,
+        num_threads: int,
+        path: Path | None = None,
+        *,
+        cpus: Sequence[Sequence[int]] = (),
+        nodes: Sequence[int] = (),
+    ) -> None:
+        """``cpus``: the logical CPUs on which each thread may run; empty: all threads run everywhere. ``nodes``: the
+        NUMA node of each thread, in ascending order; empty: memory is not placed. Raises LibraryMissing."""
+        assert len(cpus) in (0, num_threads), "CPUs for each thread, or for none"
+        assert len(nodes) in (0, num_threads), "a node for each thread, or for none"
+        assert list(nodes) == sorted(nodes), "the threads of a node are side by side"
         self._c = typed_library(path)
-        self._cores = (c_int32 * len(cores))(*cores) if cores else None
+        self._placement = _placement(num_threads, cpus, nodes)
+        self._nodes = sorted(set(nodes))
         self.num_threads = num_threads
-        self._threads: int = self._c.penstock_threads(num_threads, self._cores)
+        self._threads: int = self._c.penstock_threads(byref(self._placement))
         self._end = _with(self, self._c.penstock_threads_end, self._threads)
 
     def memory(self, num_bytes: int) -> Memory:
-        """Raises MemoryError."""
+        """Maps memory whose pages the system takes from the node of the thread that writes them first. Raises
+        MemoryError."""
         return Memory(self._c, num_bytes)
+
+    def shared_memory(self, num_bytes: int) -> Memory:
+        """Maps memory that any thread may read. With threads on several NUMA nodes, its pages alternate between
+        these. Raises MemoryError."""
+        memory = Memory(self._c, num_bytes)
+        if len(self._nodes) > 1:
+            nodes = (c_int32 * len(self._nodes))(*self._nodes)
+            if not self._c.penstock_interleave(memory.address, num_bytes, nodes, len(nodes)):
+                logger.warning("the system does not let this process spread memory over NUMA nodes (mbind)")
+        return memory
 
     def pack(
         self, kernels: Kernels, matrix: Matrix, rows: NDArray[np.uint64], source: ElementType, stride: int
@@ -181,7 +214,7 @@ class Library:
         self._end()
 
     def program(self, model: DecoderModel) -> "Program":
-        return Program(self._c, self._c.penstock_program(byref(model), self.num_threads, self._cores))
+        return Program(self._c, self._c.penstock_program(byref(model), byref(self._placement)))
 
 
 class Program:
@@ -212,6 +245,21 @@ class Program:
         return dict(zip(STAGES, seconds.tolist(), strict=True))
 
 
+def _placement(num_threads: int, cpus: Sequence[Sequence[int]], nodes: Sequence[int]) -> Placement:
+    """Returns the library's description; what it points to lives as long as it."""
+    starts = np.cumsum([0, *map(len, cpus)], dtype=np.int32)
+    numbers = np.array([cpu for some in cpus for cpu in some], dtype=np.int32)
+    node_of = np.array(nodes, dtype=np.int32)
+    placement = Placement(
+        num_threads,
+        node_of.ctypes.data if nodes else None,
+        starts.ctypes.data if cpus else None,
+        numbers.ctypes.data if cpus else None,
+    )
+    placement.kept = (starts, numbers, node_of)
+    return placement
+
+
 def _with(owner: object, end: Callable[..., None], *arguments: int) -> Callable[[], None]:
     """Arranges for one call of ``end``: when the owner is collected, or when the returned function is called. Not
     called at process exit."""
@@ -228,11 +276,12 @@ def typed_library(path: Path | None = None) -> ctypes.CDLL:
         "penstock_map": (address, [long]),
         "penstock_unmap": (None, [address, long]),
         "penstock_populate": (None, [address, long]),
-        "penstock_threads": (address, [integer, address]),
+        "penstock_interleave": (integer, [address, long, address, integer]),
+        "penstock_threads": (address, [POINTER(Placement)]),
         "penstock_threads_end": (None, [address]),
         "penstock_pack": (None, [address, POINTER(Kernels), POINTER(Matrix), address, integer, long, address]),
         "penstock_pack_codes": (None, [address, POINTER(Kernels), POINTER(Matrix), address, address, address]),
-        "penstock_program": (address, [POINTER(DecoderModel), integer, address]),
+        "penstock_program": (address, [POINTER(DecoderModel), POINTER(Placement)]),
         "penstock_program_end": (None, [address]),
         "penstock_step": (None, [address, POINTER(Step), integer]),
         "penstock_step_begin": (None, [address, POINTER(Step), integer]),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from penstock.clients.host.allowed_hosts import read_hosts
+from penstock.clients.host.cpu.thread_placement import CannotPin, place_threads
 from penstock.clients.host.distribution import install_command
 from penstock.clients.host.machine import Machine, inspect_machine
 from penstock.clients.host.routing_headers import read_objectives
@@ -328,13 +329,18 @@ def _worker_config(
             f"--tensor-parallel-size {config.tensor_parallel_size}: each rank needs a GPU, and this machine has "
             f"{len(machine.gpus)}"
         )
-    if config.threads is not None and config.threads > machine.num_usable_cores:
+    if config.threads is not None and config.threads > machine.topology.num_usable:
         _log.warning(
             "--threads %d: this process may use only %g cores, and threads that share a core wait for each other; "
             "use fewer threads, or omit the flag",
             config.threads,
-            machine.num_usable_cores,
+            machine.topology.num_usable,
         )
+    num_threads = config.threads or machine.topology.num_threads()
+    try:
+        placement = place_threads(machine.topology, num_threads, config.cpu_pinning)
+    except CannotPin as error:
+        raise ModelError(str(error)) from error
     share = config.gpu_memory_utilization
     if share is None:
         share = _CPU_SHARE if device == "cpu" else _GPU_SHARE
@@ -351,8 +357,10 @@ def _worker_config(
         kv_cache_bytes=config.kv_cache_memory_bytes,
         memory_utilization=share,
         host_kv_cache_bytes=config.host_kv_cache_bytes,
-        num_threads=config.threads or machine.num_threads(),
+        num_threads=num_threads,
         cpu_pinning=config.cpu_pinning,
+        thread_cpus=placement.cpus,
+        thread_nodes=placement.nodes,
         max_memory_bytes=machine.available_bytes,
         tokenizer_vocab_size=facts.vocab_size,
         tokenizer_num_ids=facts.num_ids,

@@ -221,13 +221,14 @@ class ServeConfig:
         "auto", "auto reads the model's files; dummy makes up weights, for benchmarks", choices=["auto", "dummy"]
     )
     threads: int | None = flag(
-        None, "compute threads on a CPU", metavar="N", low=1, high=1024, shown="the cores that the service may use"
+        None, "compute threads on a CPU", metavar="N", low=1, high=1024, shown="one for each core that it may use"
     )
     cpu_pinning: str = flag(
         "auto",
         "whether each of those threads is pinned to its own core; auto is on if the service may use only some of the "
-        "machine's cores, and --threads covers all of those", choices=["auto", "on", "off"],
-    )  # fmt: skip
+        "machine's cores, and --threads covers all of those; else it keeps threads on their NUMA nodes",
+        choices=["auto", "on", "off"],
+    )
     block_size: int = flag(16, "tokens per block of the KV cache", metavar="N", choices=[16], group="the KV cache")
     kv_cache_dtype: str = flag(
         "auto",

@@ -63,10 +63,12 @@ KINDS = {"dense": Kind(), "parts": Kind(split=True), "experts": Kind(experts=Tru
 class Toy:
     """A random model: its weights, and the program that runs it."""
 
-    def __init__(self, kernels: Kernels, library: Path, kind: Kind, num_threads: int) -> None:
+    def __init__(
+        self, kernels: Kernels, library: Path, kind: Kind, num_threads: int, nodes: Sequence[int] = ()
+    ) -> None:
         self.rng = np.random.default_rng(3)
         self.kernels, self.kind = kernels, kind
-        self.library = Library(num_threads, None, library)
+        self.library = Library(num_threads, library, nodes=nodes)
         self.memory, self.used = self.library.memory(MEMORY), 0
         self.kept: list[object] = []
         self.weights: list[dict[str, Array]] = []
@@ -75,7 +77,7 @@ class Toy:
         layers = (DecoderLayer * len(kind.windows))(*(self.layer(i) for i in range(len(kind.windows))))
         ropes = (Rope * 2)(*(Rope(self.keep(turns), 1.0 + i, ROTARY // 2) for i, turns in enumerate(self.frequencies)))
         page_bytes = len(kind.windows) * KV_HEADS * HEAD_BYTES
-        pages = self.library.memory(NUM_BLOCKS * BLOCK // LANES * page_bytes)
+        pages = self.library.shared_memory(NUM_BLOCKS * BLOCK // LANES * page_bytes)
         ctypes.memset(pages.address, 0xFF, pages.num_bytes)
         table = self.matrix(self.table)
         model = DecoderModel(
@@ -290,7 +292,7 @@ def run(toy: Toy, rows: Sequence[Row], num_threads: int, backwards: bool = False
 
 @pytest.fixture
 def make(table: Kernels, cpu_library: Path) -> Callable[..., Toy]:
-    return lambda kind, num_threads=3: Toy(table, cpu_library, kind, num_threads)
+    return lambda kind, num_threads=3, nodes=(): Toy(table, cpu_library, kind, num_threads, nodes)
 
 
 LENGTHS = (290, 1, 40, 17, 530)
@@ -338,6 +340,23 @@ def test_bits_do_not_depend_on_the_step(make: Callable[..., Toy], kind: Kind) ->
             for (row, position), values in run(toy, step, num_threads, backwards=True).items():
                 np.testing.assert_array_equal(values, alone[told_of[row], position])
             left = [i for i in left if starts[i] < rows[i].end]
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(("num_threads", "num_nodes"), [(16, 1), (64, 3)])
+def test_bits_do_not_depend_on_many_threads(
+    make: Callable[..., Toy], kind: Kind, num_threads: int, num_nodes: int
+) -> None:
+    """Threads in several groups, with weights divided among nodes, which this machine need not have."""
+    rows = sequences()
+    nodes = [thread * num_nodes // num_threads for thread in range(num_threads)] if num_nodes > 1 else ()
+    many, one = make(kind, num_threads, nodes), make(kind, 1)
+    expected = run(one, rows, 1)
+    for used in (num_threads, num_threads - 5):
+        told = run(many, rows, used)
+        assert told.keys() == expected.keys()
+        for key, values in told.items():
+            np.testing.assert_array_equal(values, expected[key])
 
 
 def test_one_wanted_position_of_many_is_the_same(make: Callable[..., Toy]) -> None:

@@ -10,8 +10,8 @@ from penstock.kernels.cpu import build as build_cpu
 from penstock.kernels.cpu.build import CannotBuild, find_compiler
 
 STRESS = Path(__file__).parent / "threads_stress.cpp"
-NUM_THREADS = 4
-ROUNDS = 30_000
+CASES = [(4, 1, 8_000), (6, 3, 3_000), (16, 1, 800), (64, 2, 100)]
+"""Threads, NUMA nodes that they are said to be on, and rounds."""
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,19 @@ def has_thread_sanitizer(compiler: list[str], folder: Path) -> bool:
     return all(subprocess.run(words, capture_output=True, check=False).returncode == 0 for words in (command, [made]))
 
 
+@pytest.fixture(scope="module")
+def stress(compiler: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stress")
+    flags = ["-fsanitize=thread"] if has_thread_sanitizer(compiler, folder) else []
+    return build(compiler, folder, *flags)
+
+
 @pytest.mark.timeout(1800)  # its threads spin: beside other programs they wait for each other's turns
-def test_each_item_is_called_once_and_no_thread_is_late(compiler: list[str], tmp_path: Path) -> None:
-    flags = ["-fsanitize=thread"] if has_thread_sanitizer(compiler, tmp_path) else []
-    stress = build(compiler, tmp_path, *flags)
-    done = subprocess.run([str(stress), str(NUM_THREADS), str(ROUNDS)], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(("num_threads", "num_nodes", "rounds"), CASES)
+def test_each_item_is_called_once_and_no_thread_is_late(
+    stress: Path, num_threads: int, num_nodes: int, rounds: int
+) -> None:
+    command = [str(stress), str(num_threads), str(rounds), str(num_nodes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "fine\n"

@@ -1,14 +1,16 @@
 // Many short jobs: each item is called once, two calls at once have different numbers of threads, and all are over when
 // `run` returns. Counters are plain, so that ThreadSanitizer sees two calls at once, and one that nobody waited for.
-// Arguments: threads, rounds.
+// Arguments: threads, rounds, and the number of NUMA nodes that the threads are said to be on.
 #include <sched.h>
 
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
+#include <memory>
 #include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace std {
@@ -31,6 +33,7 @@ struct slow_atomic : atomic<T> {
   void store(T value, memory_order order = memory_order_seq_cst) { wait(), atomic<T>::store(value, order); }
   T fetch_add(T value, memory_order order = memory_order_seq_cst) { return wait(), atomic<T>::fetch_add(value, order); }
   T fetch_sub(T value, memory_order order = memory_order_seq_cst) { return wait(), atomic<T>::fetch_sub(value, order); }
+  T fetch_and(T value, memory_order order = memory_order_seq_cst) { return wait(), atomic<T>::fetch_and(value, order); }
   bool compare_exchange_weak(T& seen, T value, memory_order order) {
     return wait(), atomic<T>::compare_exchange_weak(seen, value, order);
   }
@@ -71,6 +74,24 @@ void count_calls(penstock::Threads& threads, int* rooms, int round) {
     if (calls[item] != 1) fail("not called once", round, item);
 }
 
+// The same, with a range of items for each group, some of them empty.
+void count_divided_calls(penstock::Threads& threads, int* rooms, int round) {
+  const int most = MOST_ITEMS * MOST_THREADS;
+  static int calls[most];
+  std::vector<int32_t> ends(static_cast<size_t>(threads.num_groups()));
+  int items = 0;
+  for (size_t group = 0; group < ends.size(); group++)
+    ends[group] = items += (round + static_cast<int>(group) * 5) * 31 % (MOST_ITEMS + 1);
+  for (int item = 0; item < items; item++) calls[item] = 0;
+  threads.run_divided(ends.data(), round % 3 != 0, [&](int item, int thread) {
+    if (item < 0 || item >= items) fail("an item of another job", round, item);
+    calls[item]++;
+    rooms[thread * PAD]++;
+  });
+  for (int item = 0; item < items; item++)
+    if (calls[item] != 1) fail("not called once", round, item);
+}
+
 // Items that wait for each other: every thread must come, even those that sleep.
 void meet(penstock::Threads& threads, int num, int round) {
   std::atomic<int> here{0};
@@ -86,14 +107,17 @@ void meet(penstock::Threads& threads, int num, int round) {
 }  // namespace
 
 int main(int, char** arguments) {
-  const int num = std::atoi(arguments[1]), rounds = std::atoi(arguments[2]);
+  const int num = std::atoi(arguments[1]), rounds = std::atoi(arguments[2]), num_nodes = std::atoi(arguments[3]);
+  std::vector<int32_t> nodes;
+  for (int thread = 0; thread < num; thread++) nodes.push_back(thread * num_nodes / num);
   static int rooms[MOST_THREADS * PAD];
   for (int pool = 0; pool < 4; pool++) {  // that ends with threads asleep, or in a job
-    penstock::Threads threads(num, nullptr);
+    penstock::Threads threads({num, nodes.data(), nullptr, nullptr});
     for (int round = 0; round < rounds; round++) {
       const int used = num - round / 64 % num;
       threads.use(used);
       count_calls(threads, rooms, round);
+      if (round % 2) count_divided_calls(threads, rooms, round);
       if (round % 512 == 100) rest(200'000);  // until all are asleep
       if (round % 512 == 100 || round % 512 == 300) meet(threads, used, round);
     }

@@ -10,7 +10,6 @@ from penstock.kernels.cpu.bindings import LANES, LibraryMissing, SampledToken, S
 from penstock.kernels.cpu.program import Library, Memory, Step, typed_library
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import SynchronousBackend, context_of, shared_facts
-from penstock.models.backends.cpu.cores import choose_cores
 from penstock.models.backends.cpu.memory import FirstPages
 from penstock.models.backends.cpu.model import CpuModel, StorageFormats, block_bytes, load_model, max_weight_bytes
 from penstock.models.backends.cpu.sampling import SamplingRows
@@ -267,10 +266,12 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     max_model_len = context_of(config, spec)
     kernels = find_kernels()
     assert kernels is not None, "every machine runs the generic kernels"
-    cores = choose_cores(config.cpu_pinning, config.num_threads)
-    if cores is not None:
-        logger.info("each compute thread is pinned to a core of its own, of %s", ", ".join(map(str, cores)))
-    library = Library(config.num_threads, cores)
+    if nodes := sorted(set(config.thread_nodes)):
+        logger.info("threads and weights are divided among the NUMA nodes %s", ", ".join(map(str, nodes)))
+    if config.thread_cpus and all(len(cpus) == 1 for cpus in config.thread_cpus):
+        pinned = ", ".join(str(cpu) for (cpu,) in config.thread_cpus)
+        logger.info("each compute thread is pinned to a core of its own, of %s", pinned)
+    library = Library(config.num_threads, cpus=config.thread_cpus, nodes=config.thread_nodes)
     max_bytes = max_weight_bytes(spec, formats, info.quantized, kernels)
     check_weights_fit(config, spec.architecture, max_bytes, dtype if quantization == "none" else quantization)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
@@ -289,7 +290,10 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     num_bytes = block_bytes(spec, formats.kv, config.block_size)
     num_blocks = num_kv_blocks(config, num_bytes, max_model_len)
     with allocated(num_blocks, "cpu"):
-        pages = library.memory(num_blocks * num_bytes)
+        # A page belongs to whichever row comes, and any thread may read it, so pages alternate between nodes: then no
+        # node's memory is read more than another's. A page has 16 tokens of all heads, and memory is placed in units
+        # of 4 KiB or 2 MiB, so heads cannot be placed one by one.
+        pages = library.shared_memory(num_blocks * num_bytes)
     instruction_set = kernels.name.decode()
     facts = WorkerFacts(
         **shared_facts(config, info, num_blocks, _default_budget(spec, instruction_set, config.num_threads)),

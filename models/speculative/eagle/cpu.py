@@ -11,7 +11,6 @@ from penstock.kernels.cpu.bindings import LANES, SampledToken, SamplingRow, addr
 from penstock.kernels.cpu.program import Library, Memory, Step
 from penstock.models.backends.base import Backend
 from penstock.models.backends.cpu.backend import DTYPES, SMALL_STEP, CpuBackend
-from penstock.models.backends.cpu.cores import choose_cores
 from penstock.models.backends.cpu.model import CpuModel, StorageFormats, block_bytes, load_model, max_weight_bytes
 from penstock.models.backends.cpu.weights import FileTensors
 from penstock.models.backends.memory import allocated, check_weights_fit
@@ -94,7 +93,7 @@ def load_head(config: WorkerConfig, head: EagleCheckpoint, backend: Backend) -> 
     assert kernels is not None, "the model uses them"
     max_bytes = max_weight_bytes(spec, formats, {}, kernels)
     check_weights_fit(config, "the EAGLE-3 head", max_bytes, facts.dtype)
-    library = Library(config.num_threads, choose_cores(config.cpu_pinning, config.num_threads))
+    library = Library(config.num_threads, cpus=config.thread_cpus, nodes=config.thread_nodes)
     tensors = FileTensors(head.info)
     try:
         model = load_model(spec, formats, tensors, library, kernels, max_bytes, spec.head_rows, facts.block_size)
@@ -107,5 +106,5 @@ def load_head(config: WorkerConfig, head: EagleCheckpoint, backend: Backend) -> 
         for name in ("embedding_format", "embedding", "packed_embedding"):
             setattr(model.model, name, getattr(target.model, name))
     with allocated(facts.num_blocks, "cpu"):
-        pages = library.memory(facts.num_blocks * block_bytes(spec, plain, facts.block_size))
+        pages = library.shared_memory(facts.num_blocks * block_bytes(spec, plain, facts.block_size))
     return CpuEagleHead(head, model, target, pages, config.num_threads)

@@ -10,8 +10,9 @@ import sys
 import pytest
 
 from penstock.clients.cli import doctor
-from penstock.clients.cli.doctor import FindingKind, choose, describe, examine
+from penstock.clients.cli.doctor import FindingKind, choose, describe, describe_cores, describe_threads, examine
 from penstock.clients.host import machine
+from penstock.clients.host.cpu.topology import CpuTopology, LogicalCpu
 from penstock.clients.host.cpu_library import CpuLibrary, inspect_cpu_library
 from penstock.clients.host.machine import Gpu, Package, inspect_machine
 from penstock.kernels.cpu import build as build_cpu
@@ -87,15 +88,39 @@ def test_a_gpu_that_the_environment_hides_is_not_used(fitted, monkeypatch, visib
     assert ("CUDA_VISIBLE_DEVICES" in choose(found, LIBRARY).why) == (device == "cpu")
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(0.5, 1), (1.9, 1), (2.0, 2), (64.0, 64)])
-def test_threads_are_whole_cores(fitted, cores, threads):
-    assert dataclasses.replace(fitted, num_usable_cores=cores).num_threads() == threads
+def cpus(num, threads_of_core=1, num_nodes=1):
+    return tuple(
+        LogicalCpu(number, number % (num // threads_of_core), number * num_nodes // num, is_efficient=False)
+        for number in range(num)
+    )
 
 
 def test_the_cpu_library_and_its_instruction_set_are_reported(fitted):
     assert choose(fitted, LIBRARY).backend == "cpu"
-    lines = list(describe(dataclasses.replace(fitted, num_usable_cores=3.5), LIBRARY, choose(fitted, LIBRARY), []))
-    assert "Kernels   the CPU library with avx512_bf16, threads: 3" in lines
+    found = dataclasses.replace(fitted, cpu="Some CPU", topology=CpuTopology(cpus(4), 8, quota=3.5))
+    lines = list(describe(found, LIBRARY, choose(fitted, LIBRARY), []))
+    assert "CPU       Some CPU, cores: 3.5 of 8 usable, quota of 3.5" in lines
+    assert "Kernels   the CPU library with avx512_bf16, threads: 3, not pinned" in lines
+
+
+@pytest.mark.parametrize(
+    ("topology", "cores", "threads"),
+    [
+        (CpuTopology(cpus(8, 2), 8, None), "8 of 8 usable, 8 hardware threads on 4 physical cores", "4, not pinned"),
+        (
+            CpuTopology(cpus(4, num_nodes=2), 4, None),
+            "4 of 4 usable, on 2 NUMA nodes",
+            "4 (2 on node 0, 2 on node 1), each kept on its NUMA node",
+        ),
+        (
+            CpuTopology((*cpus(1), LogicalCpu(1, 1, 0, is_efficient=True)), 3, None),
+            "2 of 3 usable, 1 of them efficiency cores",
+            "2, pinned to 0 1",
+        ),
+    ],
+)
+def test_the_cores_found_and_the_threads_chosen_are_reported(topology, cores, threads):
+    assert (describe_cores(topology), describe_threads(topology)) == (cores, threads)
 
 
 def test_a_missing_cpu_library_falls_back_to_plain_torch_with_a_remedy(fitted):
@@ -227,7 +252,7 @@ def test_limits_of_control_groups_count_wherever_they_are(tmp_path):
     )
     found = inspect_machine(tmp_path)
     assert (found.memory_bytes, found.available_bytes) == (8 << 30, 3 << 30)
-    assert found.num_usable_cores == 0.5
+    assert found.topology.num_usable == 0.5
     assert found.cpu == "Some CPU"
     assert found.instruction_sets == ["avx2", "avx512f", "amx_bf16"]
 
@@ -277,8 +302,8 @@ def test_the_cpu_quota_of_either_version_of_control_groups_counts(tmp_path, monk
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
     write(tmp_path, {"proc/self/cgroup": membership, **{f"sys/fs/cgroup/{name}": files[name] for name in files}})
     found = inspect_machine(tmp_path)
-    assert found.num_usable_cores == cores
-    assert found.num_threads() == max(1, int(cores))
+    assert found.topology.num_usable == cores
+    assert found.topology.num_threads() == max(1, int(cores))
 
 
 def test_a_machine_that_reveals_nothing_is_still_described(tmp_path):
@@ -345,8 +370,8 @@ def test_a_server_runs_without_what_only_others_use(fitted, name, extra):
 def test_json_is_for_programs(capsys):
     status = doctor.main(["--json"])
     report = json.loads(capsys.readouterr().out)
-    assert report.keys() == {"machine", "cpu_library", "choice", "findings"}
-    assert report["machine"]["num_cores"] >= 1
+    assert report.keys() == {"machine", "threads", "cpu_library", "choice", "findings"}
+    assert len(report["machine"]["topology"]["cpus"]) >= report["threads"]["num_threads"] >= 1
     assert report["cpu_library"] == dataclasses.asdict(inspect_cpu_library())
     assert status == any(finding["kind"] == "missing" for finding in report["findings"])
 

@@ -131,7 +131,7 @@ def test_matrices_in_the_same_order_of_columns_become_one(gated, alike):
         )
         for name, order in zip("ab", orders, strict=True)
     }
-    kernels, library = find_kernels(), Library(1, None)
+    kernels, library = find_kernels(), Library(1)
     assert kernels is not None
     room = library.memory(1 << 20)
     packer = Packer(

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from penstock.clients.cli.doctor import choose
+from penstock.clients.host.cpu.topology import read_topology
 from penstock.clients.host.cpu_library import CpuLibrary
 from penstock.clients.host.machine import Gpu, inspect_machine
 from penstock.models.errors import ModelError
@@ -75,10 +76,26 @@ def test_evicted_kv_gets_the_host_memory_that_it_is_given(monkeypatch):
 
 
 @pytest.mark.parametrize(("threads", "is_too_many"), [(None, False), (2, False), (3, True)])
-def test_more_threads_than_cores_are_warned_of(monkeypatch, caplog, threads, is_too_many):
-    machine = dataclasses.replace(inspect_machine(), num_usable_cores=2.5)
+def test_more_threads_than_cores_are_warned_of(monkeypatch, caplog, tmp_path, threads, is_too_many):
+    topology = read_topology(tmp_path, set(range(4)))
+    machine = dataclasses.replace(inspect_machine(), topology=dataclasses.replace(topology, quota=2.5))
     assert worker_of(monkeypatch, machine, threads=threads).num_threads == (threads or 2)
     assert ("--threads 3: this process may use only 2.5 cores" in caplog.text) == is_too_many
+
+
+def test_threads_are_placed_before_the_worker_starts(monkeypatch, tmp_path):
+    for node in (0, 1):
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{2 * node}-{2 * node + 1}\n")
+    machine = dataclasses.replace(inspect_machine(), topology=read_topology(tmp_path, set(range(4))))
+    worker = worker_of(monkeypatch, machine)
+    assert (worker.num_threads, worker.thread_nodes) == (4, (0, 0, 1, 1))
+    assert worker.thread_cpus == ((0, 1), (0, 1), (2, 3), (2, 3))
+    assert worker_of(monkeypatch, machine, cpu_pinning="on").thread_cpus == ((0,), (1,), (2,), (3,))
+    assert worker_of(monkeypatch, machine, cpu_pinning="off").thread_cpus == ()
+    with pytest.raises(ModelError, match="--cpu-pinning on: 5 threads"):
+        worker_of(monkeypatch, machine, cpu_pinning="on", threads=5)
 
 
 def test_ranks_are_as_many_as_gpus_and_parts_of_the_model(monkeypatch):

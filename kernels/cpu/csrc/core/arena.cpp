@@ -1,6 +1,8 @@
 #include "core/arena.h"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -12,6 +14,8 @@ namespace penstock {
 namespace {
 
 constexpr int64_t HUGE = 2 << 20;
+// Of the system's interface, which only libnuma's headers name.
+constexpr int INTERLEAVE = 3, MAX_NODES = 1024;
 
 int64_t rounded(int64_t bytes) { return (bytes + HUGE - 1) / HUGE * HUGE; }
 
@@ -43,6 +47,16 @@ void populate_memory(void* memory, int64_t bytes) {
   (void)memory;
   (void)bytes;
 #endif
+}
+
+bool interleave_memory(void* memory, int64_t bytes, const int32_t* nodes, int num) {
+  unsigned long mask[MAX_NODES / (8 * sizeof(unsigned long))] = {};
+  for (int i = 0; i < num; i++)
+    if (nodes[i] >= 0 && nodes[i] < MAX_NODES)
+      mask[static_cast<size_t>(nodes[i]) / (8 * sizeof(mask[0]))] |= 1UL << nodes[i] % static_cast<int>(8 * sizeof(mask[0]));
+  // The kernel reads one bit less than this number.
+  return syscall(SYS_mbind, memory, static_cast<unsigned long>(rounded(bytes)), INTERLEAVE, mask,
+                 static_cast<unsigned long>(MAX_NODES + 1), 0U) == 0;
 }
 
 Arena::~Arena() {
@@ -89,3 +103,6 @@ PENSTOCK_API void penstock_populate(uint8_t* memory, int64_t bytes) {
     penstock::populate_memory(memory + offset, bytes - offset < penstock::HUGE ? bytes - offset : penstock::HUGE);
 }
 PENSTOCK_API void penstock_unmap(void* memory, int64_t bytes) { penstock::unmap_memory(memory, bytes); }
+PENSTOCK_API int32_t penstock_interleave(void* memory, int64_t bytes, const int32_t* nodes, int32_t num) {
+  return penstock::interleave_memory(memory, bytes, nodes, num);
+}

@@ -11,6 +11,9 @@ uint8_t* map_memory(int64_t bytes);
 void unmap_memory(void* memory, int64_t bytes);
 // Commits the pages of a block now; other threads may read and write there meanwhile.
 void populate_memory(void* memory, int64_t bytes);
+// Has the system take the pages of a block from these NUMA nodes in rotation. Returns whether it agreed: containers may
+// forbid the call. To be called before the pages are committed.
+bool interleave_memory(void* memory, int64_t bytes, const int32_t* nodes, int num);
 
 // The working memory of a step. Pieces are allocated one after another and freed together, or back to a mark; the arena
 // keeps the memory for the next step.

@@ -64,7 +64,7 @@ void pack(Threads& threads, const Kernels& kernels, const Matrix& matrix, const 
   Arena arena;
   float** room = arena.take<float*>(threads.num());
   for (int i = 0; i < threads.num(); i++) room[i] = arena.take<float>(static_cast<int64_t>(matrix.columns) * LANES);
-  threads.run(panels, [&](int panel, int thread) {
+  threads.first_touch(panels, [&](int panel, int thread) {
     const uint8_t* const* some = rows + static_cast<int64_t>(panel) * LANES;
     uint8_t* to = const_cast<uint8_t*>(matrix.panels) + panel * matrix.panel_bytes;
     if (matrix.format == FORMAT_BF16 && source == SOURCE_BF16 && stride == 2) {
@@ -88,7 +88,7 @@ using penstock::LANES;
 using penstock::Matrix;
 using penstock::Threads;
 
-PENSTOCK_API Threads* penstock_threads(int32_t num, const int32_t* cores) { return new Threads(num, cores); }
+PENSTOCK_API Threads* penstock_threads(const penstock::Placement* placement) { return new Threads(*placement); }
 PENSTOCK_API void penstock_threads_end(Threads* threads) { delete threads; }
 
 PENSTOCK_API void penstock_pack(Threads* threads, const Kernels* kernels, const Matrix* matrix,
@@ -100,7 +100,7 @@ PENSTOCK_API void penstock_pack(Threads* threads, const Kernels* kernels, const 
 PENSTOCK_API void penstock_pack_codes(Threads* threads, const Kernels* kernels, const Matrix* matrix,
                                       const uint8_t* const* codes, const float* const* scales,
                                       const float* const* zeros) {
-  threads->run((matrix->rows + LANES - 1) / LANES, [&](int panel, int) {
+  threads->first_touch((matrix->rows + LANES - 1) / LANES, [&](int panel, int) {
     int first = panel * LANES;
     kernels->pack_panel_codes(matrix->format, matrix->columns, matrix->group, codes + first, scales + first,
                               zeros + first, const_cast<uint8_t*>(matrix->panels) + panel * matrix->panel_bytes);

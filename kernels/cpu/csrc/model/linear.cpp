@@ -14,15 +14,16 @@ constexpr int MOST_PANELS = 96, MOST_SHARED_PANELS = 12, SHORT_PANELS = 4, LEAST
 // that no thread waits long for the last piece of another one.
 constexpr int ROUNDS = 2;
 
-// Divides panels into pieces. Writes the start of each piece and the end of the last one; returns the number of pieces.
-int cut_panels(int panels, int threads, int most, int32_t* begins) {
-  int pieces = 0, least = panels < ROUNDS * threads * SHORT_PANELS ? LEAST_PANELS : SHORT_PANELS;
-  for (int begin = 0; begin < panels;) {
+// Divides the panels [begin, end) into pieces. Writes the start of each piece, and `end` after the last one; returns the
+// number of pieces.
+int cut_panels(int begin, int end, int threads, int most, int32_t* begins) {
+  int pieces = 0, least = end - begin < ROUNDS * threads * SHORT_PANELS ? LEAST_PANELS : SHORT_PANELS;
+  while (begin < end) {
     begins[pieces++] = begin;
-    int some = (panels - begin) / (ROUNDS * threads) / LEAST_PANELS * LEAST_PANELS;
+    int some = (end - begin) / (ROUNDS * threads) / LEAST_PANELS * LEAST_PANELS;
     begin += some < least ? least : some > most ? most : some;
   }
-  begins[pieces] = panels;
+  begins[pieces] = end;
   return pieces;
 }
 
@@ -68,11 +69,18 @@ void StepRun::product(const PackedLinear& linear, const Prepared& inputs, float*
     const Matrix& part = linear.parts[i];
     const Inputs& rows = inputs.parts[i];
     int panels = (part.rows + LANES - 1) / LANES;
-    int32_t* begins = arena_.take<int32_t>(panels / LEAST_PANELS + 2);
+    int groups = threads_.num_groups(), pieces = 0;
+    int32_t* begins = arena_.take<int32_t>(panels / LEAST_PANELS + groups + 2);
+    int32_t* ends = arena_.take<int32_t>(groups);
     int most = kernels_.product_rows(part.format), blocks = (rows.rows + most - 1) / most;
-    int pieces = cut_panels(panels, threads_.used(), blocks > 1 ? MOST_SHARED_PANELS : MOST_PANELS, begins);
+    // Each group of threads has the panels that it packed, so they are on its own NUMA node.
+    for (int group = 0; group < groups; group++) {
+      pieces += cut_panels(threads_.share(group, panels), threads_.share(group + 1, panels), threads_.used_in(group),
+                           blocks > 1 ? MOST_SHARED_PANELS : MOST_PANELS, begins + pieces);
+      ends[group] = pieces * blocks;
+    }
     // Adjacent items share panels, so that the second block of rows finds them in cache.
-    threads_.run(pieces * blocks, [&](int item, int) {
+    threads_.run_divided(ends, true, [&](int item, int) {
       int piece = item / blocks, first = item % blocks * most;
       int count = rows.rows - first < most ? rows.rows - first : most;
       Inputs some = {rows.data + first * rows.stride, rows.stride, count};

@@ -139,15 +139,19 @@ void StepRun::multiply_experts(const Routing& routing, const DecoderLayer& layer
   const Matrix& first = (layer.experts[0].*linear).parts[0];
   int64_t bytes = kernels_.input_bytes(first.format, first.columns, first.group);
   int panels = (first.rows + LANES - 1) / LANES;
-  int pieces = (panels + PANELS_AT_ONCE - 1) / PANELS_AT_ONCE;
+  int groups = threads_.num_groups(), pieces = panels / PANELS_AT_ONCE + groups;
   ExpertItem* items = arena_.take<ExpertItem>(static_cast<int64_t>(model_.num_experts) * pieces);
+  int32_t* ends = arena_.take<int32_t>(groups);
   int num_items = 0;
-  for (int e = 0; e < model_.num_experts; e++)
-    for (int piece = 0; piece < pieces && routing.starts[e] < routing.starts[e + 1]; piece++) {
-      int begin = piece * PANELS_AT_ONCE;
-      items[num_items++] = {e, begin, begin + PANELS_AT_ONCE < panels ? begin + PANELS_AT_ONCE : panels};
-    }
-  threads_.run(num_items, [&](int i, int) {
+  // Each group of threads has the panels of every expert that it packed, so they are on its own NUMA node.
+  for (int group = 0; group < groups; group++) {
+    int first = threads_.share(group, panels), last = threads_.share(group + 1, panels);
+    for (int e = 0; e < model_.num_experts; e++)
+      for (int begin = first; begin < last && routing.starts[e] < routing.starts[e + 1]; begin += PANELS_AT_ONCE)
+        items[num_items++] = {e, begin, begin + PANELS_AT_ONCE < last ? begin + PANELS_AT_ONCE : last};
+    ends[group] = num_items;
+  }
+  threads_.run_divided(ends, true, [&](int i, int) {
     const ExpertItem& item = items[i];
     int begin = routing.starts[item.expert];
     Inputs rows = {inputs + begin * bytes, bytes, routing.starts[item.expert + 1] - begin};
@@ -223,6 +227,7 @@ void StepRun::experts(const DecoderLayer& layer) {
   combine(routing, outputs);
   arena_.give_back(before);
   if (layer.expert_post_norm.weight) norm_rows(layer.expert_post_norm, delta_);
+  spent_on(STAGE_EXPERTS);
   if (layer.mlp.down.num_parts) add_dense(layer);
   if (layer.shared.down.num_parts) add_shared(layer);
   add_sublayer(layer.mlp_post_norm);

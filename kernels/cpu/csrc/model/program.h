@@ -172,7 +172,7 @@ class StepRun;
 // Runs steps of one model. Not thread-safe.
 class Program {
  public:
-  Program(const DecoderModel& model, int num_threads, const int32_t* cores);
+  Program(const DecoderModel& model, const Placement& placement);
   ~Program();
 
   // Computes the layers and logits. The step and everything it points to must stay in place until `finish` or the next

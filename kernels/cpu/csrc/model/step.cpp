@@ -36,8 +36,7 @@ int64_t widest_input(const Kernels& kernels, const PackedLinear& linear, int64_t
 
 }  // namespace
 
-Program::Program(const DecoderModel& model, int num_threads, const int32_t* cores)
-    : model_(model), threads_(num_threads, cores) {}
+Program::Program(const DecoderModel& model, const Placement& placement) : model_(model), threads_(placement) {}
 
 Program::~Program() = default;
 
@@ -357,9 +356,9 @@ void StepRun::pool() {
 
 }  // namespace penstock
 
-PENSTOCK_API penstock::Program* penstock_program(const penstock::DecoderModel* model, int32_t num_threads,
-                                                 const int32_t* cores) {
-  return new penstock::Program(*model, num_threads, cores);
+PENSTOCK_API penstock::Program* penstock_program(const penstock::DecoderModel* model,
+                                                 const penstock::Placement* placement) {
+  return new penstock::Program(*model, *placement);
 }
 PENSTOCK_API void penstock_program_end(penstock::Program* program) { delete program; }
 // Runs a step in two calls, for sampling parameters that become known while its layers run.
