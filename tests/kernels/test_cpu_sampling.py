@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 import pytest
+from arm.torch_tokens import torch_noise, torch_tokens
 from cpu_sampler import Guarded, Sampler, make_row
-from torch_tokens import torch_noise, torch_tokens
 
 from penstock.kernels.cpu.bindings import SampledToken, SamplingRow, address
 from penstock.scheduler.plan import SamplingParams

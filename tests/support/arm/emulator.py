@@ -1,9 +1,9 @@
 """Runs the kernels' tests on emulated 64-bit Arm processors, with an arm64 Python and numpy. Examples:
 
-    python -P tests/support/arm64.py cortex-a72 tests/kernels/test_cpu_products.py -k int8
+    python -P tests/support/arm/emulator.py cortex-a72 tests/kernels/test_cpu_products.py -k int8
 
 The programs are unpacked into ``build/arm64`` from the registries of Debian and PyPI. Nothing is installed. What needs
-torch is left out, or compared with what torch chose on this machine (``torch_sampler.py``).
+torch is left out, or compared with what torch chose on this machine (``torch_tokens.py``).
 """
 
 import fcntl
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from penstock.kernels.cpu import build as build_cpu
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "build/arm64"
 TREE, SITE = FOLDER / "debian", FOLDER / "site"
 COMPILER = "aarch64-linux-gnu-g++"
@@ -66,14 +66,14 @@ def environment(processor: str, library: Path) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "PENSTOCK_CPU_LIBRARY": str(library),
         "PENSTOCK_EMULATED_LEVELS": " ".join(PROCESSORS[processor]),
-        "PYTHONPATH": f"{SITE}{os.pathsep}{Path(__file__).parent}",
+        "PYTHONPATH": f"{SITE}{os.pathsep}{Path(__file__).parents[1]}",
     }
 
 
 def pytest_command(processor: str, *arguments: str) -> list[str]:
     """The command line that runs tests of kernels. The root's conftest.py needs torch, so it is not read."""
     options = ["-c", os.devnull, f"--rootdir={ROOT}", f"--confcutdir={ROOT / 'tests/kernels'}"]
-    options += ["--import-mode=importlib", "-p", "no:cacheprovider", "-p", "named_library", "--timeout=0", "-q"]
+    options += ["--import-mode=importlib", "-p", "no:cacheprovider", "-p", "arm.named_library", "--timeout=0", "-q"]
     options += ["-W", "ignore::pytest.PytestUnknownMarkWarning", "-m", "not soak"]
     return command(processor, "-m", "pytest", *options, *arguments)
 
