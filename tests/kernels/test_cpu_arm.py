@@ -13,7 +13,7 @@ SOME_TESTS = {
     "elementwise": "",
     "attention": "(float64 and 2-2) or (holds_what and 18)",
     "program": "dense and not is_what_numpy",
-    "sampling": "filters_leave or gives_way or give_way or of_a_prompt",
+    "sampling": "filters_leave or nothing_give_way or of_a_prompt",
 }
 """By file, the tests that together run every kernel for every format in a few seconds."""
 

@@ -157,6 +157,12 @@ def test_a_wheel_has_no_sources_to_compare_with(
     load(cpu_library)
 
 
+def test_the_documentation_names_the_levels() -> None:
+    page = (Path(__file__).parents[2] / "docs/cpu.md").read_text()
+    table = page.partition("## Instruction sets")[2].partition("\n\nWith ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(LEVELS)
+
+
 def test_there_is_no_other_level(cpu_library: Path) -> None:
     assert find_kernels("avx1024", cpu_library) is None
 

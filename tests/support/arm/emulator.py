@@ -21,6 +21,7 @@ FOLDER = ROOT / "build/arm64"
 TREE, SITE = FOLDER / "debian", FOLDER / "site"
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64"
+PACKAGES = ("python3", "libstdc++6")
 MODULES = ("numpy", "msgspec", "psutil", "pytest", "pytest-timeout")
 PROCESSORS = {
     "cortex-a72": ("neon",),
@@ -79,8 +80,8 @@ def pytest_command(processor: str, *arguments: str) -> list[str]:
 
 
 def _unpack_python() -> None:
-    complete = FOLDER / "complete"
-    if complete.exists():
+    complete, wanted = FOLDER / "complete", " ".join([*PACKAGES, *MODULES])
+    if complete.exists() and complete.read_text() == wanted:
         return
     for folder in (TREE, SITE, FOLDER / "apt"):
         shutil.rmtree(folder, ignore_errors=True)
@@ -95,11 +96,12 @@ def _unpack_python() -> None:
     _run(sys.executable, "-m", "pip", "install", "--quiet", "--target", str(SITE), "--only-binary=:all:", *tags,
          "--constraint", str(ROOT / "constraints.txt"), *MODULES)  # fmt: skip
     (SITE / "penstock").symlink_to(ROOT)
-    complete.touch()
+    shutil.rmtree(FOLDER / "apt")
+    complete.write_text(wanted)
 
 
 def _download_python(folder: Path) -> list[Path]:
-    """Downloads Python and what it needs, libc too, with an apt that knows no installed packages."""
+    """Downloads the packages and what they need, libc too, with an apt that knows no installed packages."""
     for part in ("state/lists/partial", "cache/archives/partial"):
         (folder / part).mkdir(parents=True)
     (folder / "status").touch()
@@ -116,7 +118,7 @@ def _download_python(folder: Path) -> list[Path]:
     }
     words = [f"-o{name}={value}" for name, value in options.items()]
     _run("apt-get", *words, "-qq", "update")
-    _run("apt-get", *words, "-qq", "--yes", "--download-only", "install", "python3")
+    _run("apt-get", *words, "-qq", "--yes", "--download-only", "install", *PACKAGES)
     return sorted((folder / "cache/archives").glob("*.deb"))
 
 
