@@ -202,14 +202,25 @@ sanitize: setup ## run the kernels' tests with AddressSanitizer and UBSan
 
 # One machine has AVX2 but not AVX512, the other has neither. numpy's BLAS would detect the real CPU, so it is set.
 EMULATED := emulate-Haswell emulate-Nehalem
-.PHONY: $(EMULATED)
-emulate: $(EMULATED) ## run the kernels' tests on older processors; needs qemu-x86_64 (Debian: qemu-user)
+# One machine for each of Arm's instruction sets.
+EMULATED_ARM := emulate-cortex-a72 emulate-neoverse-n1 emulate-max
+.PHONY: $(EMULATED) $(EMULATED_ARM)
+emulate: $(EMULATED) $(EMULATED_ARM) ## run the kernels' tests on older and on Arm processors; needs qemu-user
 emulate-Haswell: LEVELS := avx2 generic
 emulate-Nehalem: LEVELS := generic
 $(EMULATED): emulate-%: setup
 	@command -v qemu-x86_64 >/dev/null || { echo "qemu-x86_64 is missing (Debian: apt-get install qemu-user)" >&2; exit 1; }
 	OPENBLAS_CORETYPE=$* OPENBLAS_NUM_THREADS=1 PENSTOCK_EMULATED_LEVELS="$(LEVELS)" \
 	  qemu-x86_64 -cpu $* $(BIN)/python -P -m pytest --timeout=0 $(KERNEL_TESTS) $(ARGS)
+
+# An arm64 Python from the registries of Debian and PyPI, and a cross compiler (Debian: g++-aarch64-linux-gnu). What the
+# torch sampler chooses is recorded here first.
+RECORDED := build/arm64/torch.json
+$(EMULATED_ARM): emulate-%: setup $(RECORDED)
+	PENSTOCK_RECORDED_TORCH=$(RECORDED) $(BIN)/python -P tests/support/arm/emulator.py $* $(KERNEL_TESTS) $(ARGS)
+$(RECORDED): tests/kernels/test_cpu_sampling.py tests/support/arm/torch_tokens.py | setup
+	mkdir -p $(@D)
+	PENSTOCK_RECORD_TORCH=$@ $(BIN)/pytest -q tests/kernels/test_cpu_sampling.py -k generic
 
 # ----------------------------------------------------------------------------------------------------------------- check
 

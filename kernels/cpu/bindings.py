@@ -40,8 +40,8 @@ PACKAGE = "penstock.cpu_library"
 BUILD_IT = "pip install --force-reinstall penstock-llm-cpu; in a checkout, run make native"
 """The remedy for a missing or stale library."""
 
-LEVELS = ("amx", "avx512_bf16", "avx512", "avx2", "generic")
-"""Instruction sets, best first."""
+LEVELS = ("amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "neon", "generic")
+"""Instruction sets of all machines, best first."""
 
 
 class LibraryMissing(Exception):

@@ -31,14 +31,21 @@ COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions"
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 AVX512_BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")
-LEVEL_FLAGS = {
-    "avx2.cpp": AVX2,
-    "avx512.cpp": AVX512,
-    "avx512_bf16.cpp": AVX512_BF16,
-    "amx.cpp": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+ARMV8_2, ARMV8_2_OF_ZIG = "-march=armv8.2-a", "-mcpu=generic"  # Zig names processors only
+LEVEL_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "avx2.cpp": AVX2,
+        "avx512.cpp": AVX512,
+        "avx512_bf16.cpp": AVX512_BF16,
+        "amx.cpp": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    },
+    "aarch64": {
+        "neon_dot.cpp": (f"{ARMV8_2}+dotprod",),
+        "neon_bf16.cpp": (f"{ARMV8_2}+dotprod+bf16+i8mm",),
+    },
 }
-"""Compiler flags of the sources that use particular instruction sets. On machines other than x86-64 they compile to
-nothing."""
+"""Compiler flags of the sources that use particular instruction sets, by machine. On other machines these sources
+compile to nothing."""
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
 SOFTWARE_TILES = ("-DPENSTOCK_SOFTWARE_TILES", "-O1")
 """Only tests use it, and -O1 compiles in half the time."""
@@ -75,10 +82,12 @@ def build(
     machine: str = platform.machine(),
     sanitize: bool = False,
     software_tiles: bool = False,
-    levels: Collection[str] = LEVEL_FLAGS,
+    levels: Collection[str] | None = None,
+    flags: Sequence[str] = (),
 ) -> Path:
     """Compiles and links all sources for a machine, by default with the installed compiler; returns the library's path.
-    Instruction sets whose source is not in ``levels`` are left out, except the generic one. Raises CannotBuild."""
+    Without ``levels`` it has all instruction sets; else those whose source is not among them are left out, except the
+    one that needs no flags. ``flags`` are further ones of the compiler. Raises CannotBuild."""
     compiler = compiler or find_compiler()
     sources = sorted(SOURCES.rglob("*.cpp"))
     if not sources:
@@ -93,11 +102,14 @@ def build(
             f"-I{SOURCES}",
             f'-DPENSTOCK_SOURCES="{digest()}"',
             *(SOFTWARE_TILES if software_tiles else ()),
+            *flags,
         ]
         commands = []
         for source, made in zip(sources, objects, strict=True):
-            flags = level_flags(source.name, machine) if source.name in levels else ()
-            commands.append([*common, *flags, *extra, "-c", str(source), "-o", str(made)])
+            wanted = level_flags(source.name, machine) if levels is None or source.name in levels else ()
+            if "ziglang" in compiler:
+                wanted = tuple(flag.replace(ARMV8_2, ARMV8_2_OF_ZIG) for flag in wanted)
+            commands.append([*common, *wanted, *extra, "-c", str(source), "-o", str(made)])
         # The sources in target/ take the longest, so they go first.
         commands.sort(key=lambda command: f"{os.sep}target{os.sep}" not in command[-3])
         with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -155,7 +167,7 @@ def is_current(library: Path) -> bool:
 
 def level_flags(name: str, machine: str = platform.machine()) -> tuple[str, ...]:
     """The compiler flags for a source's instruction set."""
-    return LEVEL_FLAGS.get(name, ()) if machine in ("x86_64", "AMD64") else ()
+    return LEVEL_FLAGS.get({"AMD64": "x86_64"}.get(machine, machine), {}).get(name, ())
 
 
 def _run(command: list[str]) -> None:

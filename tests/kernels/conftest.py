@@ -1,6 +1,7 @@
 """The CPU library's tables of kernels, one for each instruction set that this machine has."""
 
 import fcntl
+import platform
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,11 @@ import pytest
 from penstock.kernels.cpu import build as build_cpu
 from penstock.kernels.cpu.bindings import LEVELS, Kernels, find_kernels
 from penstock.kernels.cpu.build import CannotBuild
+
+
+def is_of_machine(level: str) -> bool:
+    """Whether some machines of this kind have an instruction set."""
+    return level.startswith("neon") == (platform.machine() == "aarch64")
 
 
 @pytest.fixture(scope="session")
@@ -29,10 +35,10 @@ def software_tiles(pytestconfig: pytest.Config) -> Path:
         return build_cpu.build(folder, software_tiles=True, levels=["amx.cpp"])
 
 
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=[level for level in LEVELS if is_of_machine(level)])
 def table(request: pytest.FixtureRequest, cpu_library: Path) -> Kernels:
-    """Every instruction set in turn, that of AMX in software where there is none. PENSTOCK_CPU_LIBRARY names another
-    build of the library to test."""
+    """Every instruction set of this kind of machine in turn, that of AMX in software where there is none.
+    PENSTOCK_CPU_LIBRARY names another build of the library to test."""
     found = find_kernels(request.param, cpu_library)
     if found is None and request.param == "amx" and find_kernels("avx512_bf16", cpu_library):
         found = find_kernels("amx", request.getfixturevalue("software_tiles"))

@@ -22,7 +22,11 @@ from penstock.kernels.cpu.build import CannotBuild, find_compiler
 NEEDED = {
     "avx2": {"avx2", "fma", "f16c", "bmi2"},
     "avx512": {"avx2", "fma", "f16c", "bmi2", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
-    "generic": set(),
+    "neon": {"asimd"},
+    "neon_dot": {"asimd", "asimddp"},
+    "neon_bf16": {"asimd", "asimddp", "bf16", "i8mm"},
+    # Where NEON is always there, it takes the place of this one.
+    "generic": {"no flag"} if platform.machine() == "aarch64" else set(),
 }
 NEEDED["avx512_bf16"] = NEEDED["avx512"] | {"avx512_bf16", "avx512_vnni"}
 NEEDED["amx"] = NEEDED["avx512_bf16"] | {"amx_tile", "amx_bf16", "amx_int8"}
@@ -69,7 +73,7 @@ def test_the_levels_of_an_emulated_machine(cpu_library: Path) -> None:
     """`make emulate` says which levels its machine has."""
     found = [level for level in LEVELS if find_kernels(level, cpu_library)]
     assert found == os.environ.get("PENSTOCK_EMULATED_LEVELS", " ".join(found)).split()
-    assert found[-1] == "generic"
+    assert found[-1] == ("neon" if platform.machine() == "aarch64" else "generic")
 
 
 def test_the_best_level_is_the_default(cpu_library: Path) -> None:
@@ -106,7 +110,7 @@ def test_an_installed_library_is_used_where_there_are_no_sources(
     monkeypatch.setattr(cpu, "PACKAGE", package.name)
     monkeypatch.delenv(cpu.VARIABLE, raising=False)
     assert cpu.library_path() == package / cpu.LIBRARY.name
-    assert find_kernels("generic") is not None
+    assert find_kernels() is not None
 
 
 @pytest.fixture
@@ -151,6 +155,12 @@ def test_a_wheel_has_no_sources_to_compare_with(
     monkeypatch.setattr(build_cpu, "digest", lambda: "another")
     monkeypatch.setattr(cpu, "SOURCES", tmp_path / "csrc")
     load(cpu_library)
+
+
+def test_the_documentation_names_the_levels() -> None:
+    page = (Path(__file__).parents[2] / "docs/cpu.md").read_text()
+    table = page.partition("## Instruction sets")[2].partition("\n\nWith ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(LEVELS)
 
 
 def test_there_is_no_other_level(cpu_library: Path) -> None:

@@ -6,31 +6,19 @@ import random
 
 import numpy as np
 import pytest
-import torch
-from cpu_sampler import Guarded, Sampler, make_row, masks_of
+from arm.torch_tokens import torch_noise, torch_tokens
+from cpu_sampler import Guarded, Sampler, make_row
 
 from penstock.kernels.cpu.bindings import SampledToken, SamplingRow, address
-from penstock.kernels.reference.sampling import keyed_gumbel
-from penstock.models.backends.torch_common.sampler import sample_positions
-from penstock.models.batch.sampled_positions import SampledPosition
 from penstock.scheduler.plan import SamplingParams
 
 DRAWS = 4
 """Tokens of each random row."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def expected_token(logits, row, mask=None):
-    masks = None if mask is None else masks_of([mask])
-    [sampled] = sample_positions(torch.from_numpy(logits.copy()).unsqueeze(0), [SampledPosition(row)], masks)
-    return sampled
+    [token_id] = torch_tokens(logits[None], [row], None if mask is None else [mask])
+    return token_id
 
 
 # --------------------------------------------------------------------------------------------------------- random rows
@@ -95,10 +83,7 @@ def compare(table, vocab_size, num_rows, seed):
     logits = np.stack([random_logits(chance, vocab_size, generator) for _ in rows])
     sampler = Sampler(table, vocab_size)
     for step in range(DRAWS):
-        expected = [
-            sampled.token_id
-            for sampled in sample_positions(torch.from_numpy(logits.copy()), [SampledPosition(row) for row in rows])
-        ]
+        expected = torch_tokens(logits, rows)
         for number, row in enumerate(rows):
             token_id = sampler.sample(logits[number], row)[0]
             assert token_id == expected[number], (seed, step, number, row.sampling, row.history)
@@ -135,8 +120,8 @@ def test_entries_that_have_other_tokens_noise(table, vocab_size):
         )  # fmt: skip
         out = SampledToken()
         table.sample(logits.address, vocab_size, row, scratch.address, out, None, None)
-        noise = keyed_gumbel(torch.tensor(seed), torch.tensor(70), torch.from_numpy(noise_ids[:vocab_size]).long())
-        scores = values / (temperature or 1.0) + noise.numpy() * (temperature > 0.0)
+        noise = torch_noise(seed, 70, noise_ids[:vocab_size])
+        scores = values / (temperature or 1.0) + noise * (temperature > 0.0)
         if top_k:
             scores[np.argsort(-values)[top_k:]] = -np.inf
         assert out.token_id == scores.argmax()
@@ -188,7 +173,7 @@ def test_a_model_that_computes_no_numbers_gets_the_lowest_allowed_token(table, l
         SamplingParams(seed=1, allowed_token_ids=(4, 7, 299), stop_token_ids=(4,), min_tokens=9, logprobs=3),
     ):
         row = make_row(sampling)
-        assert sampler.sample(logits, row)[0] == expected_token(logits, row).token_id
+        assert sampler.sample(logits, row)[0] == expected_token(logits, row)
 
 
 def test_masks_that_leave_nothing_give_way(table):
@@ -234,14 +219,12 @@ def test_tokens_are_those_of_the_torch_sampler_under_masks(table, vocab_size, nu
     for broken in logits[::8]:
         broken[generator.integers(vocab_size)] = chance.choice([math.nan, math.inf])
     masks = [random_mask(chance, vocab_size, generator) for _ in rows]
-    expected = sample_positions(
-        torch.from_numpy(logits.copy()), [SampledPosition(row) for row in rows], masks_of(masks)
-    )
+    expected = torch_tokens(logits, rows, masks)
     sampler = Sampler(table, vocab_size)
     for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         kept = mask.copy()
         token_id = sampler.sample(logits[number], row, mask)[0]
-        assert token_id == expected[number].token_id, (number, row.sampling, row.history)
+        assert token_id == expected[number], (number, row.sampling, row.history)
         assert mask[token_id // 32] >> (token_id % 32) & 1
         assert (mask == kept).all()
 
@@ -271,7 +254,7 @@ def test_what_is_forbidden_under_a_mask_gives_way_where_that_leaves_nothing(tabl
         row = make_row(SamplingParams(temperature=0.0, min_tokens=4, stop_token_ids=stops))
         mask = make_mask(np.isin(np.arange(40), allowed))
         assert sampler.sample(logits, row, mask)[0] == chosen
-        assert expected_token(logits, row, mask).token_id == chosen
+        assert expected_token(logits, row, mask) == chosen
 
 
 def test_logprobs_under_a_mask_are_the_models_own(table):

@@ -36,8 +36,9 @@ SMALL_STEP = 1 << 26
 with which it shares the cores: a guess, not measured."""
 
 STEP_S = 0.15
-OPERATIONS_PER_S = {"amx": 800e9}
-"""The approximate speed of a thread by instruction set: an order of magnitude is enough."""
+OPERATIONS_PER_S = {"amx": 800e9, "neon_bf16": 100e9, "neon_dot": 40e9, "neon": 20e9}
+"""The approximate speed of a thread by instruction set: an order of magnitude is enough. Those of Arm are computed from
+the registers and the clock of typical processors, not measured."""
 OTHER_OPERATIONS_PER_S = 250e9
 """The same for any other instruction set."""
 MIN_BATCHED_TOKENS = 64

@@ -3,7 +3,8 @@
 //
 // BF16 rounds queries and weights to bfloat16. The rounded weights are summed, so that the result is still a weighted
 // mean. INT8 keeps queries and weights in two bytes each, 15 and 16 bits. That costs two dot products of 4, where BF16
-// needs two dot products of 2 for as many numbers. The only error is that of the stored keys and values.
+// needs two dot products of 2 for as many numbers. The only error is that of the stored keys and values. Weights have
+// 15 bits where dot4 takes no unsigned bytes.
 #pragma once
 
 #include "attention/lanes.h"
@@ -18,7 +19,7 @@ namespace paged {
 // One query head of one token.
 struct Query {
   float factor;             // of scores: the attention's scale and, for INT8, the query's
-  int32_t high_sum, low_sum;  // INT8: of the query's bytes, to undo the 128 added to keys
+  int32_t high_sum, low_sum;  // INT8: of the query's bytes, to undo the EXCESS of keys
 };
 
 // The result of computing the weights of one query in one split.
@@ -119,10 +120,11 @@ struct Int8Kv {
   static constexpr int PER = 4;
   static constexpr int ROWS = 2;
   static constexpr int QUERY_BASE = 128, WEIGHT_BASE = 256;
-  static constexpr float QUERY_LARGEST = 127.0f * QUERY_BASE, WEIGHT_LARGEST = 65535.0f;
+  static constexpr int LOWEST = EXCESS - 128;  // a weight's lowest byte
+  static constexpr float QUERY_LARGEST = 127.0f * QUERY_BASE, WEIGHT_LARGEST = (LOWEST + 255) * (WEIGHT_BASE + 1.0f);
   typedef IntPart Sum;
 
-  INLINE Sum add_keys(Sum sum, IntPart keys, IntPart query) { return add_quads(sum, keys, query); }
+  INLINE Sum add_keys(Sum sum, IntPart keys, IntPart query) { return add_quads(sum, with_excess(keys), query); }
   INLINE Sum add_values(Sum sum, IntPart values, IntPart weights) { return add_quads(sum, weights, values); }
 
   static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* words) {
@@ -147,8 +149,8 @@ struct Int8Kv {
 
   // At most 127 * 127 * 128 * 1024, and the low byte's 64 * 127 * 1024: within 31 bits.
   INLINE Floats score(const uint8_t* scores, int page, const Query& query, const uint8_t* keys, int64_t section) {
-    Ints high = load_ints(scores + page * VECTOR) - 128 * query.high_sum;
-    Ints low = load_ints(scores + SPLIT_BYTES + page * VECTOR) - 128 * query.low_sum;
+    Ints high = load_ints(scores + page * VECTOR) - EXCESS * query.high_sum;
+    Ints low = load_ints(scores + SPLIT_BYTES + page * VECTOR) - EXCESS * query.low_sum;
     return to_floats(high * QUERY_BASE + low) * query.factor * load(key_scales(keys, section));
   }
 
@@ -165,7 +167,7 @@ struct Int8Kv {
     const float range = PENSTOCK_LEVEL::largest(best), by = range > 0 ? WEIGHT_LARGEST / range : 0;
     for (int page = 0; page < num_pages; page++) {
       Ints code = to_ints_nearest(load_floats(scores + page * VECTOR) * by);
-      store_bytes(scores + page * LANES, code >> 8);
+      store_bytes(scores + page * LANES, (code - LOWEST) >> 8);
       store_bytes(scores + SPLIT_BYTES + page * LANES, code & 255);
     }
     return {PENSTOCK_LEVEL::sum(sum), range / WEIGHT_LARGEST};

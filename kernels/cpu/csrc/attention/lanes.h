@@ -31,6 +31,11 @@ INLINE void store_part(uint8_t* p, FloatPart x) { store_part(p, reinterpret_cast
 INLINE void reload_part(const uint8_t* p, IntPart& x) { x = load_part(p); }
 INLINE void reload_part(const uint8_t* p, FloatPart& x) { x = reinterpret_cast<FloatPart>(load_part(p)); }
 
+// Turns stored keys, signed bytes with 128 added, into bytes with EXCESS added.
+INLINE IntPart with_excess(IntPart keys) {
+  return EXCESS == 128 ? keys : keys ^ static_cast<int32_t>(0x80808080u);
+}
+
 // Broadcasts a word to all lanes.
 INLINE IntPart spread_word(const uint8_t* p) {
   int32_t word;
@@ -50,20 +55,20 @@ INLINE FloatPart add_floats(FloatPart sum, IntPart a, IntPart b) {
   return add_product(sum, reinterpret_cast<FloatPart>(a), reinterpret_cast<FloatPart>(b));
 }
 
-// Like dot2.
+// sum + the products of two bfloat16, in each lane.
 INLINE FloatPart add_pairs(FloatPart sum, IntPart a, IntPart b) {
-#if defined(__AVX512BF16__)
-  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+#if defined(MULTIPLIES_BF16)
+  return dot2(sum, a, b);
 #else
   const int32_t high = static_cast<int32_t>(0xffff0000u);
   return add_floats(add_floats(sum, a << 16, b << 16), a & high, b & high);
 #endif
 }
 
-// Like dot4: unsigned bytes times signed bytes. Without that instruction they are widened to 16 bits, since sums of
-// byte products in 16 bits would saturate.
+// Like dot4. Without that instruction bytes are widened to 16 bits, since sums of byte products in 16 bits would
+// saturate.
 INLINE IntPart add_quads(IntPart sum, IntPart a, IntPart b) {
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__aarch64__)
   return dot4(sum, a, b);
 #elif defined(__AVX2__)
   const __m256i x = reinterpret_cast<__m256i>(a), y = reinterpret_cast<__m256i>(b);

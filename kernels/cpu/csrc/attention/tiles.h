@@ -20,7 +20,7 @@ constexpr int SPLIT_PAGES = SPLIT / LANES;
 // The vectors of 16 sums and the rows of a tile: as many as fit in registers, with some left for the operands.
 #if defined(__AVX512F__)
 constexpr int TILE_SUMS = 16, TILE_ROWS = 8;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__aarch64__)
 constexpr int TILE_SUMS = 4, TILE_ROWS = 4;
 #else
 constexpr int TILE_SUMS = 2, TILE_ROWS = 2;

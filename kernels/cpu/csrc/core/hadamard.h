@@ -26,6 +26,12 @@ INLINE Floats exchanged(Floats x) {
   if constexpr (H == 8) return {x.high, x.low};
   const __m256i lanes = _mm256_xor_si256(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(H));
   return {_mm256_permutevar8x32_ps(x.low, lanes), _mm256_permutevar8x32_ps(x.high, lanes)};
+#elif defined(__aarch64__)
+  if constexpr (H == 8) return {x.q2, x.q3, x.q0, x.q1};
+  if constexpr (H == 4) return {x.q1, x.q0, x.q3, x.q2};
+  if constexpr (H == 2)
+    return {vextq_f32(x.q0, x.q0, 2), vextq_f32(x.q1, x.q1, 2), vextq_f32(x.q2, x.q2, 2), vextq_f32(x.q3, x.q3, 2)};
+  return {vrev64q_f32(x.q0), vrev64q_f32(x.q1), vrev64q_f32(x.q2), vrev64q_f32(x.q3)};
 #else
   float lanes[penstock::LANES], others[penstock::LANES];
   store(lanes, x);

@@ -239,6 +239,9 @@ const Kernels* kernels_amx();
 const Kernels* kernels_avx512_bf16();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();
+const Kernels* kernels_neon_bf16();
+const Kernels* kernels_neon_dot();
+const Kernels* kernels_neon();
 const Kernels* kernels_generic();
 
 }  // namespace penstock

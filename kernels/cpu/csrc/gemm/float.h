@@ -24,6 +24,9 @@ constexpr int TILE_ROWS = 12, TILE_PANELS = 2;
 #elif defined(__AVX2__)
 typedef float Part __attribute__((vector_size(32), may_alias));
 constexpr int TILE_ROWS = 6, TILE_PANELS = 1;
+#elif defined(__aarch64__)
+typedef float Part __attribute__((vector_size(16), may_alias));
+constexpr int TILE_ROWS = 5, TILE_PANELS = 1;
 #else
 typedef float Part __attribute__((vector_size(16), may_alias));
 constexpr int TILE_ROWS = 3, TILE_PANELS = 1;
@@ -67,15 +70,20 @@ struct FloatStep {
 
 // Two columns of bfloat16.
 struct PairStep {
-#if defined(__AVX512BF16__)
+#if defined(MULTIPLIES_BF16)
   static constexpr int COLUMNS = 2, INPUT_BYTES = 4;
+  typedef int32_t PairPart __attribute__((vector_size(sizeof(Part)), may_alias));
+  typedef int32_t PairPartAnywhere __attribute__((vector_size(sizeof(Part)), may_alias, aligned(1)));
 
   template <int R, int C>
   INLINE void add(Part (&sums)[R][C], const uint8_t* weights, int64_t panel_bytes, const uint8_t* x, int64_t stride) {
-    Pairs w[C];
-    UNROLLED for (int c = 0; c < C; c++) w[c] = load_pairs(weights + c * panel_bytes);
+    PairPart w[C];
+    UNROLLED for (int c = 0; c < C; c++)
+      w[c] = *reinterpret_cast<const PairPartAnywhere*>(weights + c / PARTS * panel_bytes + c % PARTS * sizeof(Part));
     UNROLLED for (int r = 0; r < R; r++) {
-      const Pairs pair = splat_pair(x + r * stride);
+      int32_t both;
+      memcpy(&both, x + r * stride, sizeof both);
+      const PairPart pair = PairPart{} + both;
       UNROLLED for (int c = 0; c < C; c++) sums[r][c] = dot2(sums[r][c], w[c], pair);
     }
   }

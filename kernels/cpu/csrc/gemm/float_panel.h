@@ -13,7 +13,7 @@ using penstock::Matrix;
 // Columns of all 16 rows that are packed before the next ones, so that this part of the panel stays in the L1 cache.
 constexpr int PACKED_AT_ONCE = 256;
 
-#if defined(__AVX512BF16__)
+#if defined(MULTIPLIES_BF16)
 constexpr int BF16_INPUT_BYTES = 2;  // per column
 #else
 constexpr int BF16_INPUT_BYTES = 4;  // float32 with a bfloat16's value: converting in the product would take time
@@ -124,7 +124,7 @@ static void bf16_prepare(int columns, const float* x, uint8_t* out) {
   for (int c = 0; c < filled; c += LANES) {
     const int left = columns - c < 0 ? 0 : columns - c;
     const Floats value = left < LANES ? load_some(x + c, left) : load(x + c);
-#if defined(__AVX512BF16__)
+#if defined(MULTIPLIES_BF16)
     store_bf16(reinterpret_cast<bf16*>(out) + c, value);
 #else
     store_ints(out + static_cast<int64_t>(c) * 4, as_ints(narrowed(value) << 16));

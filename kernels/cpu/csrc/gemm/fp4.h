@@ -19,6 +19,12 @@ INLINE Floats fp4_scales(const uint8_t* exponents) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(exponents));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(bytes), 23)),
           _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)), 23))};
+#elif defined(__aarch64__)
+  const uint8x16_t bytes = vld1q_u8(exponents);
+  const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
+  const Words wide = {vmovl_u16(vget_low_u16(low)), vmovl_high_u16(low), vmovl_u16(vget_low_u16(high)),
+                      vmovl_high_u16(high)};
+  return as_floats(as_ints(wide << 23));
 #else
   Words bits;
   for (int i = 0; i < LANES; i++) bits[i] = static_cast<uint32_t>(exponents[i]) << 23;
@@ -45,6 +51,13 @@ INLINE DotPart fp4_bytes(DotPart codes) {
   const DotPart doubled = _mm_add_epi8(_mm_add_epi8(code, _mm_subs_epu8(code, _mm_set1_epi8(4))), seven);
   const DotPart negative = _mm_cmpgt_epi8(codes, _mm_set1_epi8(7));
   return _mm_add_epi8(_mm_sub_epi8(_mm_xor_si128(doubled, negative), negative), _mm_set1_epi8(FP4_ZERO));
+}
+#elif defined(__aarch64__)
+INLINE int32x4_t fp4_bytes(int32x4_t codes) {
+  return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(FP4_BYTES), vreinterpretq_u8_s32(codes)));
+}
+INLINE Quads fp4_bytes(Quads codes) {
+  return {fp4_bytes(codes.q0), fp4_bytes(codes.q1), fp4_bytes(codes.q2), fp4_bytes(codes.q3)};
 }
 #else
 INLINE Quads fp4_bytes(Quads codes) {

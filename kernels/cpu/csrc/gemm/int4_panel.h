@@ -51,6 +51,11 @@ INLINE Floats load_half(const void* p) {
 #elif defined(TWO_REGISTERS) && defined(__F16C__)
   const __m128i* from = static_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(from)), _mm256_cvtph_ps(_mm_loadu_si128(from + 1))};
+#elif defined(__aarch64__)
+  const uint16_t* from = static_cast<const uint16_t*>(p);
+  const float16x8_t low = vreinterpretq_f16_u16(vld1q_u16(from)), high = vreinterpretq_f16_u16(vld1q_u16(from + 8));
+  return {vcvt_f32_f16(vget_low_f16(low)), vcvt_high_f32_f16(low), vcvt_f32_f16(vget_low_f16(high)),
+          vcvt_high_f32_f16(high)};
 #else
   const uint8_t* bytes = static_cast<const uint8_t*>(p);
   Words half;

@@ -1,10 +1,10 @@
 // Products with int8 weights: one scale per row of W, and one scale per segment of the inputs' columns.
 //
-// A panel is [ceil(K/4)][16][4] bytes, each a weight's code + 128, then 16 float32 scales and 16 float32 zero points
-// (in units of the codes; zero for weights that are quantised here): W = (code - zero) * scale. The bytes are unsigned
-// because the dot product requires one unsigned operand. The excess, 128 times the sum of a segment's inputs, is known
-// when a row is prepared. A prepared row is
-//   bytes [K filled up to 64] | scales [segments] | -128 * their sum, int32 [segments] | sum of the row, float32
+// A panel is [ceil(K/4)][16][4] bytes, each a weight's code + EXCESS, then 16 float32 scales and 16 float32 zero points
+// (in units of the codes; zero for weights that are quantised here): W = (code - zero) * scale. With an EXCESS of 128
+// the bytes are unsigned, as most dot products require of one operand. EXCESS times the sum of a segment's inputs is
+// known when a row is prepared. A prepared row is
+//   bytes [K filled up to 64] | scales [segments] | -EXCESS * their sum, int32 [segments] | sum of the row, float32
 // and, if products read bytes as 16-bit numbers, those as well, from a multiple of 8 on: the first, third, second and
 // fourth of each four bytes.
 //
@@ -40,7 +40,7 @@ static int64_t int8_input_bytes(int columns) {
 // Writes n codes of a row, signed bytes, to its lane, padded with zeros to a multiple of four.
 INLINE void int8_place(int n, const int8_t* codes, int row, uint8_t* panel) {
   for (int k = 0; k < divide_up(n, 4) * 4; k++)
-    panel[k / 4 * 64 + row * 4 + k % 4] = static_cast<uint8_t>((k < n ? codes[k] : 0) + 128);
+    panel[k / 4 * 64 + row * 4 + k % 4] = static_cast<uint8_t>((k < n ? codes[k] : 0) + EXCESS);
 }
 
 // Packs a float32 row with its scale. Adds the squared errors and the squared weights to error[0] and error[1].
@@ -66,7 +66,7 @@ static void int8_pack_row(int columns, const float* weights, float scale, int ro
 
 static void int8_pack_panel(int columns, const float* const rows[LANES], uint8_t* panel, double error[2]) {
   float ends[2 * LANES] = {};
-  memset(panel, 128, static_cast<size_t>(int8_weight_bytes(columns)));
+  memset(panel, EXCESS, static_cast<size_t>(int8_weight_bytes(columns)));
   for (int row = 0; row < LANES; row++) {
     if (!rows[row]) continue;
     const float bound = largest_magnitude(rows[row], columns);
@@ -79,7 +79,7 @@ static void int8_pack_panel(int columns, const float* const rows[LANES], uint8_t
 static void int8_pack_codes(int columns, const uint8_t* const codes[LANES], const float* const scales[LANES],
                             const float* const zeros[LANES], uint8_t* panel) {
   float ends[2 * LANES] = {};
-  memset(panel, 128, static_cast<size_t>(int8_weight_bytes(columns)));
+  memset(panel, EXCESS, static_cast<size_t>(int8_weight_bytes(columns)));
   for (int row = 0; row < LANES; row++) {
     if (!codes[row]) continue;
     int8_place(columns, reinterpret_cast<const int8_t*>(codes[row]), row, panel);
@@ -94,7 +94,8 @@ static void int8_unpack_row(const Matrix& matrix, int row, float* out) {
   const uint8_t* ends = panel + int8_weight_bytes(matrix.columns) + row % LANES * 4;
   const float scale = load_float(ends), zero = load_float(ends + 64);
   for (int k = 0; k < matrix.columns; k++) {
-    const int code = panel[static_cast<int64_t>(k / 4) * 64 + row % LANES * 4 + k % 4] - 128;
+    const uint8_t byte = panel[static_cast<int64_t>(k / 4) * 64 + row % LANES * 4 + k % 4];
+    const int code = static_cast<int8_t>(byte - EXCESS);
     out[k] = (static_cast<float>(code) - zero) * scale;
   }
 }
@@ -114,7 +115,7 @@ static void int8_prepare(int columns, const float* x, uint8_t* out) {
   float total = 0;
   for (int begin = 0; begin < columns; begin += SEGMENT) {
     const int whole = sum_bytes(out + begin, columns - begin < SEGMENT ? columns - begin : SEGMENT);
-    const int32_t offset = -128 * whole;
+    const int32_t offset = -EXCESS * whole;
     total += load_float(scale_at) * static_cast<float>(whole);
     memcpy(at, &offset, 4);
     at += 4;

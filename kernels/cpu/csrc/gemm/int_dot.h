@@ -145,7 +145,11 @@ INLINE DotSums add_nibbles(DotSums sums, const DotNibbles& weights, const uint8_
 
 #else
 
+#if defined(__aarch64__)
+constexpr int DOT_ROWS = 4, DOT_PANELS = 1;
+#else
 constexpr int DOT_ROWS = 8, DOT_PANELS = 2;
+#endif
 
 typedef Ints DotSums;
 typedef Quads DotBytes;
@@ -153,7 +157,7 @@ typedef Quads DotBytes;
 INLINE DotSums sums_of(int32_t x) { return splat_int(x); }
 INLINE Ints dot_ints(DotSums sums) { return sums; }
 
-// Loads 64 unsigned bytes, four per lane.
+// Loads 64 bytes, four per lane.
 INLINE DotBytes load_weights(const uint8_t* p) { return load_ints(p); }
 
 // The bytes of four inputs in the form that products read.

@@ -82,6 +82,19 @@ INLINE uint32_t lanes_at_least(Floats a, Floats b) {
 INLINE uint32_t lanes_equal(Floats a, Floats b) {
   return lanes_where(_mm256_cmp_ps(a.low, b.low, _CMP_EQ_OQ), _mm256_cmp_ps(a.high, b.high, _CMP_EQ_OQ));
 }
+#elif defined(__aarch64__)
+INLINE uint32_t lanes_where(uint32x4_t q0, uint32x4_t q1, uint32x4_t q2, uint32x4_t q3) {
+  const uint8_t places[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+  const uint16x8_t low = vcombine_u16(vmovn_u32(q0), vmovn_u32(q1)), high = vcombine_u16(vmovn_u32(q2), vmovn_u32(q3));
+  const uint8x16_t bits = vandq_u8(vcombine_u8(vmovn_u16(low), vmovn_u16(high)), vld1q_u8(places));
+  return static_cast<uint32_t>(vaddv_u8(vget_low_u8(bits))) | static_cast<uint32_t>(vaddv_u8(vget_high_u8(bits))) << 8;
+}
+INLINE uint32_t lanes_at_least(Floats a, Floats b) {
+  return lanes_where(vcgeq_f32(a.q0, b.q0), vcgeq_f32(a.q1, b.q1), vcgeq_f32(a.q2, b.q2), vcgeq_f32(a.q3, b.q3));
+}
+INLINE uint32_t lanes_equal(Floats a, Floats b) {
+  return lanes_where(vceqq_f32(a.q0, b.q0), vceqq_f32(a.q1, b.q1), vceqq_f32(a.q2, b.q2), vceqq_f32(a.q3, b.q3));
+}
 #elif defined(__SSE2__)
 INLINE uint32_t lanes_at_least(Floats a, Floats b) {
   const __m128 *x = reinterpret_cast<const __m128*>(&a), *y = reinterpret_cast<const __m128*>(&b);
@@ -139,6 +152,12 @@ INLINE Floats keep_lanes(Floats x, uint32_t lanes) {
   const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), all = _mm256_set1_epi32(static_cast<int>(lanes));
   const __m256i low = _mm256_and_si256(all, bits), high = _mm256_and_si256(_mm256_srli_epi32(all, 8), bits);
   return where(ints_of(_mm256_cmpeq_epi32(low, bits), _mm256_cmpeq_epi32(high, bits)), x, splat(-INFINITE));
+#elif defined(__aarch64__)
+  const uint32_t places[4] = {1, 2, 4, 8};
+  const uint32x4_t bits = vld1q_u32(places);
+  const Words kept = {vtstq_u32(vdupq_n_u32(lanes), bits), vtstq_u32(vdupq_n_u32(lanes >> 4), bits),
+                      vtstq_u32(vdupq_n_u32(lanes >> 8), bits), vtstq_u32(vdupq_n_u32(lanes >> 12), bits)};
+  return where(as_ints(kept), x, splat(-INFINITE));
 #else
   typedef int32_t Piece __attribute__((vector_size(16), may_alias));
   const Piece bits = {1, 2, 4, 8}, nothing = Piece{} + static_cast<int32_t>(0xff800000u);

@@ -9,6 +9,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 
 namespace penstock {
@@ -20,12 +22,15 @@ struct Level {
   const Kernels* (*kernels)();  // may use its instruction set: called only if the machine has it
 };
 
-// Best first.
+// Best first. The levels of other kinds of machines are null.
 const Level LEVELS[] = {
     {"amx", kernels_amx},
     {"avx512_bf16", kernels_avx512_bf16},
     {"avx512", kernels_avx512},
     {"avx2", kernels_avx2},
+    {"neon_bf16", kernels_neon_bf16},
+    {"neon_dot", kernels_neon_dot},
+    {"neon", kernels_neon},
     {"generic", kernels_generic},
 };
 
@@ -82,8 +87,17 @@ bool runs_here(const char* name) {
   if (!strcmp(name, "avx512_bf16")) return here.avx512_bf16;
   if (!strcmp(name, "avx512")) return here.avx512;
   if (!strcmp(name, "avx2")) return here.avx2;
-#endif
   return !strcmp(name, "generic");
+#elif defined(__aarch64__)
+  // Bits of Linux's AT_HWCAP and AT_HWCAP2.
+  constexpr unsigned long DOTPROD = 1u << 20, I8MM = 1u << 13, BF16 = 1u << 14;
+  const bool has_dotprod = getauxval(AT_HWCAP) & DOTPROD;
+  if (!strcmp(name, "neon_bf16")) return has_dotprod && (getauxval(AT_HWCAP2) & (I8MM | BF16)) == (I8MM | BF16);
+  if (!strcmp(name, "neon_dot")) return has_dotprod;
+  return !strcmp(name, "neon");
+#else
+  return !strcmp(name, "generic");
+#endif
 }
 
 }  // namespace

@@ -1,0 +1,73 @@
+"""The tokens and the noise of the torch sampler, with which the CPU library's are compared.
+
+PENSTOCK_RECORD_TORCH names a file to which they are written as well, and PENSTOCK_RECORDED_TORCH one from which they
+are read where there is no torch, as on an emulated Arm. Calls are told apart by their test, without its instruction
+set, and by their number in it.
+"""
+
+import json
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from cpu_sampler import masks_of
+
+from penstock.kernels.cpu.bindings import LEVELS
+from penstock.models.batch.sampled_positions import SampledPosition
+
+_recorded = os.environ.get("PENSTOCK_RECORDED_TORCH")
+_replies = json.loads(Path(_recorded).read_text()) if _recorded else None
+_recording = os.environ.get("PENSTOCK_RECORD_TORCH")
+_made: dict[str, list[float]] = {}
+_calls: Counter[str] = Counter()
+
+
+def torch_tokens(logits, rows, masks=None):
+    """The token of each row, from its float32 logits and, if there are masks, its mask."""
+    return _replied() if _replies is not None else _kept(_sample(logits, rows, masks))
+
+
+def torch_noise(seed, position, ids):
+    """The noise of each token id, float64."""
+    return np.array(_replied() if _replies is not None else _kept(_noise(seed, position, ids)))
+
+
+def _sample(logits, rows, masks):
+    import torch
+
+    from penstock.models.backends.torch_common.sampler import sample_positions
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    positions = [SampledPosition(row) for row in rows]
+    sampled = sample_positions(torch.from_numpy(logits.copy()), positions, None if masks is None else masks_of(masks))
+    torch.set_num_threads(before)
+    return [each.token_id for each in sampled]
+
+
+def _noise(seed, position, ids):
+    import torch
+
+    from penstock.kernels.reference.sampling import keyed_gumbel
+
+    return keyed_gumbel(torch.tensor(seed), torch.tensor(position), torch.from_numpy(ids).long()).tolist()
+
+
+def _call():
+    """Names this call."""
+    test = os.environ["PYTEST_CURRENT_TEST"].rpartition("::")[2]
+    calls = _calls[test] = _calls[test] + 1
+    return f"{re.sub('|'.join(LEVELS), '', test)} {calls}"
+
+
+def _replied():
+    return _replies[_call()]
+
+
+def _kept(values):
+    if _recording:
+        _made[_call()] = values
+        Path(_recording).write_text(json.dumps(_made))
+    return values
