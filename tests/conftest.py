@@ -39,8 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Freezes the millions of objects of imported modules and collected tests, so that neither the garbage collector nor
-    tests that list its objects scan them again and again."""
+    """Freezes the millions of objects of imported modules and collected tests, so that neither the garbage collector
+    nor tests that list its objects scan them again and again."""
     gc.collect()
     gc.freeze()
 
