@@ -11,8 +11,8 @@
 W5's requests arrive at 70 % of the rate at which the best other engine of the precision works through W2. That is
 computed from the figures of this run and of --add-to, so run W2 first, or both together. Later turns keep the rate.
 
-Where an engine is less than half as fast as the best of the others at its precision, and on W2 its tokens come more
-than twice as late at p99 as the steadiest's, it isn't repeated: it would take most of the time and change no ratio.
+Where an engine is less than half as fast as the best of the others at its precision, and on W2 also more than twice as
+late as the earliest of them, it isn't repeated: it would take most of the time and change no ratio.
 The table says how often each was run; --repeat-all repeats all.
 
 Every repetition is a line of JSON in PEERS/results.jsonl, or in --add-to, at once. The rows of the tables in README.md

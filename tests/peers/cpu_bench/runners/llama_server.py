@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,18 @@ async def _stream(port: int, arrival: Arrival, add_tokens: AddTokens, vocabulary
         "samplers": ["top_k"], "top_k": 1, "cache_prompt": True, "return_tokens": True,
     }).encode()  # fmt: skip
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
-    head = "POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    await writer.drain()
+    try:
+        head = "POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await writer.drain()
+        await _read_tokens(reader, add_tokens, vocabulary)
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+async def _read_tokens(reader: asyncio.StreamReader, add_tokens: AddTokens, vocabulary: Mapping[str, int]) -> None:
     count = 0
     while line := await reader.readline():
         if line.startswith(b"data: {"):
@@ -98,7 +107,6 @@ async def _stream(port: int, arrival: Arrival, add_tokens: AddTokens, vocabulary
                 add_tokens([UNKNOWN_ID] * (message["tokens_predicted"] - count))
         elif b'"error"' in line:
             raise RuntimeError(line.decode())
-    writer.close()
 
 
 def ids_of(message: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[int]:
