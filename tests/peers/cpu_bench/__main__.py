@@ -69,10 +69,12 @@ def main() -> int:
         driver.unsupported |= results.read_unsupported(kept)
     known = set(driver.unsupported)
     first = 1 + max((run.repetition for run in driver.measured), default=-1)
-    for model in arguments.models:
-        _run(driver, model, arguments, range(first, first + arguments.repetitions))
-    for label in driver.unsupported.keys() - known:
-        results.append_unsupported(kept, label, driver.unsupported[label])
+    try:
+        for model in arguments.models:
+            _run(driver, model, arguments, range(first, first + arguments.repetitions))
+    finally:
+        for label in driver.unsupported.keys() - known:
+            results.append_unsupported(kept, label, driver.unsupported[label])
 
     possible = [engine for engine in engines() if engine.label not in driver.unsupported]
     limits = floors(machine, arguments.models)
