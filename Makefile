@@ -141,7 +141,7 @@ PEERS ?= .peers
 bench-peers: setup ## install the other engines, each in its own environment in PEERS=.peers
 	PYTHONPATH=tests/peers $(BIN)/python -P -m cpu_bench.install --peers $(PEERS) $(ARGS)
 
-bench-cpu: setup ## compare penstock with the other engines on a CPU, in turns; takes two hours
+bench-cpu: setup ## compare penstock with the other engines on a CPU, in turns; takes most of a day
 	PYTHONPATH=tests/peers $(BIN)/python -P -m cpu_bench --peers $(PEERS) $(ARGS)
 
 bench-spec: setup ## measure the gain of speculative decoding on a CPU; takes half an hour

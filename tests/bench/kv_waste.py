@@ -50,7 +50,7 @@ def main() -> None:
     options = parser.parse_args()
     print(f"slots that rows hold, over all steps of at most {options.step_tokens} tokens")
     print("     with KV  rest of a begun prompt  wasted")
-    for name in workloads.DESCRIPTIONS:
+    for name in workloads.AT_ONCE:
         facts = FakeExecutor(num_blocks=2048, vocab_size=32_000, max_num_batched_tokens=options.step_tokens).facts
         config = SchedulerConfig(max_num_seqs=options.step_tokens, max_num_batched_tokens=options.step_tokens)
         slots = HeldSlots(facts.block_size)

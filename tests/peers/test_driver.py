@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,8 @@ import pytest
 from cpu_bench.driver import Driver, EngineFailed, RunnerProcess, Session, Turn, process_starter
 from cpu_bench.engines import Engine
 from cpu_bench.results import Measured
-from cpu_bench.wire import Ran, Ready, Request
+from cpu_bench.wire import Ran, Ready, Work
+from cpu_bench.workloads import OpenLoop
 
 
 class Fake:
@@ -21,11 +22,11 @@ class Fake:
         self.ready = Ready("1.0", ready_s=2.0)
         self._left = breaks_at
 
-    def run(self, requests: list[Request]) -> Ran:
+    def run(self, work: Work) -> Ran:
         if self._left == 0:
             raise EngineFailed("out of memory")
         self._left = None if self._left is None else self._left - 1
-        return Ran(0.0, 1.0, [[(0.001 * i, 1) for i in range(num_output)] for _, num_output in requests])
+        return Ran(0.0, 1.0, [[(0.001 * i, 1) for i in range(num_output)] for _, num_output in work.requests])
 
 
 def engine(name: str, tmp_path: Path, *, installed: bool = True) -> Engine:
@@ -40,12 +41,12 @@ def drive(tmp_path: Path, fakes: dict[str, Fake | None], repetitions: int = 2) -
     order: list[str] = []
 
     @contextmanager
-    def start(one: Engine, model: str) -> Iterator[Session]:
+    def start(one: Engine, model: str, names: Sequence[str]) -> Iterator[Session]:
         assert model == "M1"
         order.append(one.name)
         fake = fakes[one.name]
         assert fake is not None, "it is not installed"
-        yield fake  # type: ignore[misc]
+        yield fake
         order.append(f"end of {one.name}")
 
     told: list[Measured] = []
@@ -72,9 +73,9 @@ def test_a_turn_goes_through_all_workloads(tmp_path: Path) -> None:
     started = []
 
     @contextmanager
-    def start(one: Engine, model: str) -> Iterator[Session]:
+    def start(one: Engine, model: str, names: Sequence[str]) -> Iterator[Session]:
         started.append(one.name)
-        yield Fake()  # type: ignore[misc]
+        yield Fake()
 
     driver = Driver([engine("a", tmp_path)], tmp_path, start, lambda measured: None)
     driver.run("M1", ["W1", "W4"], range(3, 5))
@@ -91,13 +92,13 @@ def test_who_is_far_behind_on_a_workload_is_not_repeated_there(tmp_path: Path, r
             super().__init__()
             self._seconds = seconds
 
-        def run(self, requests: list[Request]) -> Ran:
-            ran = super().run(requests)
-            return Ran(ran.began, self._seconds if len(requests) == 1 else 1.0, ran.events)
+        def run(self, work: Work) -> Ran:
+            ran = super().run(work)
+            return Ran(ran.began, self._seconds if len(work.requests) == 1 else 1.0, ran.events)
 
     pace = {"penstock": Paced(9.0), "fast": Paced(1.0), "near": Paced(1.9), "slow": Paced(2.1)}
     found = [engine(name, tmp_path) for name in pace]
-    driver = Driver(found, tmp_path, lambda one, model: nullcontext(pace[one.name]), lambda measured: None)
+    driver = Driver(found, tmp_path, lambda one, model, names: nullcontext(pace[one.name]), lambda measured: None)
     driver.run("M1", ["W1", "W4"], range(3), repeat_all=repeat_all)
     times = Counter((run.engine, run.workload) for run in driver.measured)
     once = times.pop(("slow/bf16", "W4"))
@@ -137,30 +138,35 @@ def test_what_took_long_is_warm_without_a_run_that_is_not_measured(tmp_path: Pat
     sets = []
 
     class Slow(Fake):
-        def run(self, requests: list[Request]) -> Ran:
-            sets.append(len(requests))
-            ran = super().run(requests)
-            return Ran(ran.began, 40.0 if len(requests) == 16 else 1.0, ran.events)
+        def run(self, work: Work) -> Ran:
+            sets.append(len(work.requests))
+            ran = super().run(work)
+            return Ran(ran.began, 40.0 if len(work.requests) == 16 else 1.0, ran.events)
 
-    driver = Driver([engine("a", tmp_path)], tmp_path, lambda one, model: nullcontext(Slow()), lambda measured: None)
+    driver = Driver(
+        [engine("a", tmp_path)], tmp_path, lambda one, model, names: nullcontext(Slow()), lambda measured: None
+    )
     driver.run("M1", ["W1", "W4"], range(2))
     assert sets == [4, 16, 16, 1, 1, 4, 16, 1, 1]
 
 
 RUNNER = """
-from cpu_bench.wire import Ran, Ready, run_engine
+from cpu_bench.wire import Ran, Ready, Unsupported, run_engine
 
 def main(wire, arguments):
     print("an engine that talks")
     if arguments.mode == "broken":
         raise MemoryError("it is\\nfull")
+    if arguments.mode == "foreign":
+        raise Unsupported("it needs another processor")
     if arguments.mode == "gone":
         import os
         os.write(2, b"first\\nterminate called\\n")
         os._exit(3)
     wire.ready(Ready(f"{arguments.model} with {arguments.threads}"))
-    for requests in wire.sets():
-        wire.answer(Ran(1.0, 2.0, [[(1.5, num_output)] for _, num_output in requests], {"lag": 0.5}))
+    for work in wire.sets():
+        events = [[(1.5, num_output)] for _, num_output in work.requests]
+        wire.answer(Ran(1.0, 2.0, events, {"lag": work.pause_s}, work.arrivals_s))
 
 run_engine(main, mode="")
 """
@@ -169,7 +175,7 @@ run_engine(main, mode="")
 class Scripted(Engine):
     """An engine whose runner is a script."""
 
-    def command(self, peers: Path, model: str, threads: int) -> list[str]:
+    def command(self, peers: Path, model: str, threads: int, workloads: Sequence[str]) -> list[str]:
         return [sys.executable, "-P", "-c", RUNNER, model, "--threads", str(threads), *self.flags]
 
 
@@ -178,10 +184,11 @@ def scripted(*flags: str) -> Engine:
 
 
 def test_a_runner_is_spoken_to(tmp_path: Path) -> None:
-    with process_starter(tmp_path, 3)(scripted(), "M1") as session:
+    with process_starter(tmp_path, 3)(scripted(), "M1", ["W1"]) as session:
         assert session.ready.version == "M1 with 3"
         assert session.ready.ready_s > 0
-        assert session.run([([1, 2], 5)]) == Ran(1.0, 2.0, [[[1.5, 5]]], {"lag": 0.5})  # type: ignore[list-item]
+        work = Work([([1, 2], 5)], [1.25], pause_s=0.5)
+        assert session.run(work) == Ran(1.0, 2.0, [[[1.5, 5]]], {"lag": 0.5}, [1.25])  # type: ignore[list-item]
         assert isinstance(session, RunnerProcess)
 
 
@@ -189,5 +196,40 @@ def test_a_runner_is_spoken_to(tmp_path: Path) -> None:
     ("mode", "why"), [("broken", "^MemoryError: it is full$"), ("gone", "^it ended; its last words: terminate called$")]
 )
 def test_a_runners_exit_is_reported_with_its_cause(tmp_path: Path, mode: str, why: str) -> None:
-    with pytest.raises(EngineFailed, match=why), process_starter(tmp_path, 1)(scripted("--mode", mode), "M1"):
+    with pytest.raises(EngineFailed, match=why), process_starter(tmp_path, 1)(scripted("--mode", mode), "M1", []):
         pass
+
+
+def test_an_engine_that_this_machine_cannot_run_is_not_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "models/M1").mkdir(parents=True)
+    one = scripted("--mode", "foreign")
+    driver = Driver([one], tmp_path, process_starter(tmp_path, 1), lambda measured: None)
+    driver.run("M1", ["W1"], range(2))
+    assert (driver.unsupported, driver.missing) == ({"a/bf16": "it needs another processor"}, {})
+
+
+def test_requests_that_arrive_by_themselves_have_a_figure_of_their_own(tmp_path: Path) -> None:
+    class Punctual(Fake):
+        def run(self, work: Work) -> Ran:
+            arrivals = work.arrivals_s or [0.0] * len(work.requests)
+            events = [[(at + 0.01, num_output)] for at, (_, num_output) in zip(arrivals, work.requests, strict=True)]
+            return Ran(0.0, 10.0, events, arrivals=arrivals)
+
+    driver = Driver([engine("a", tmp_path)], tmp_path, lambda *_: nullcontext(Punctual()), lambda measured: None)
+    driver.open_loops["M1", "bf16"] = OpenLoop(5.0, warm_up_s=1.0, measured_s=4.0)
+    driver.run("M1", ["W5"], range(2))
+    assert [run.extra["arrivals_per_s"] for run in driver.measured] == [5.0, 5.0]
+    assert all(run.extra["goodput_share"] == 1.0 for run in driver.measured)
+    assert all(run.ttft_p50 == pytest.approx(10.0) for run in driver.measured)
+
+
+def test_without_a_rate_there_is_no_figure_of_arrivals(tmp_path: Path) -> None:
+    driver = Driver([engine("a", tmp_path)], tmp_path, lambda *_: nullcontext(Fake()), lambda measured: None)
+    driver.run("M1", ["W5"], range(1))
+    assert driver.missing == {"a/bf16 on M1": "W5: W5 needs a rate of arrivals; run W2 first, or set one"}
+
+
+def test_only_conversations_get_their_flags(tmp_path: Path) -> None:
+    one = Engine("a", "bf16", "bf16", "", "", "none", "", flags=("--a",), conversation_flags=("--b", "{model}"))
+    assert one.command(tmp_path, "M1", 2, ["W1", "W4"])[-1:] == ["--a"]
+    assert one.command(tmp_path, "M1", 2, ["W6"])[-3:] == ["--a", "--b", "M1"]

@@ -1,11 +1,14 @@
 """The ids that engines are compared on never change, and the models' tokenizer is the same everywhere."""
 
 import hashlib
+import itertools
 import json
 
 import pytest
 from cpu_bench import workloads
 from cpu_bench.make_models import make_tokenizer
+from cpu_bench.wire import Request
+from cpu_bench.workloads import OpenLoop
 
 HASHES = {
     ("W1", 0): "e3ba3b90c2f555ff",
@@ -38,6 +41,34 @@ def test_repetitions_share_no_prefix_but_one_has_a_common_one() -> None:
     assert len({tuple(prompt[:768]) for prompt, _ in first}) == 1
     assert len({tuple(prompt) for prompt, _ in first}) == 16
     assert first[0][0][:16] != second[0][0][:16]
+
+
+def test_arrivals_are_random_and_the_same_for_every_engine() -> None:
+    open_loop = OpenLoop(2.0)
+    work = workloads.work("W5", 3, open_loop)
+    assert work == workloads.work("W5", 3, open_loop)
+    assert work.arrivals_s != workloads.work("W5", 4, open_loop).arrivals_s
+    assert work.arrivals_s == sorted(work.arrivals_s)
+    assert len(work.arrivals_s) == len(work.requests) == pytest.approx(2.0 * 240, rel=0.15)
+    assert 0 < work.arrivals_s[0] < work.arrivals_s[-1] < 240
+    gaps = [later - sooner for sooner, later in itertools.pairwise(work.arrivals_s)]
+    # The share of gaps above the mean is 1/e.
+    assert sum(gap > 0.5 for gap in gaps) / len(gaps) == pytest.approx(0.37, abs=0.08)
+
+
+def test_arrivals_have_the_lengths_of_w2() -> None:
+    def lengths(requests: list[Request]) -> list[tuple[int, int]]:
+        return sorted((len(prompt), num_output) for prompt, num_output in requests)
+
+    work = workloads.work("W5", 0, OpenLoop(1.0))
+    assert lengths(work.requests[:16]) == lengths(work.requests[16:32]) == lengths(workloads.build("W2", 0))
+
+
+def test_conversations_have_turns() -> None:
+    work = workloads.work("W6", 0)
+    assert (len(work.requests), work.turns, work.pause_s, work.arrivals_s) == (48, 6, 2.0, [])
+    assert {(len(prompt), num_output) for prompt, num_output in work.requests} == {(256, 64)}
+    assert len({tuple(prompt) for prompt, _ in work.requests}) == 48
 
 
 def test_an_unknown_workload_is_named() -> None:

@@ -15,15 +15,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from cpu_bench import results, workloads
 from cpu_bench.engines import Engine
 from cpu_bench.metering import ForeignLoad, MemoryMeter
+from cpu_bench.report.timing import goodput, later_turns, timing
 from cpu_bench.results import Measured, Row
-from cpu_bench.wire import Ran, Ready, Request
+from cpu_bench.wire import Ran, Ready, Work
+from cpu_bench.workloads import OpenLoop
 
 ANSWER_LIMIT_S = 1200.0
 """To start, or to run a set."""
@@ -37,12 +39,16 @@ class EngineFailed(Exception):
     """It did not start, or broke. The text says how."""
 
 
+class EngineUnsupported(EngineFailed):
+    """This machine cannot run it. The text says why."""
+
+
 class Session(Protocol):
     """An engine that takes requests."""
 
     ready: Ready
 
-    def run(self, requests: Sequence[Request]) -> Ran:
+    def run(self, work: Work) -> Ran:
         """Runs a set. Raises EngineFailed."""
         ...
 
@@ -58,17 +64,20 @@ class Turn:
     def of(cls, model: str, workload: str, earlier_s: float = 0.0) -> "Turn":
         """What takes under a second is measured more often; what takes half a minute is warm after a few steps, and so
         is an engine that took so long for the same workload before (``earlier_s``)."""
+        if workload not in workloads.AT_ONCE:
+            return cls(0, 1)
         if model == "M0":
             return cls(1, 5)
         return cls(1, 1) if workload in ("W1", "W4") and earlier_s < LONG_S else cls(0, 1)
 
 
-Start = Callable[[Engine, str], "Any"]
-"""A context manager of a Session, from an engine and a model."""
+Start = Callable[[Engine, str, Sequence[str]], "Any"]
+"""A context manager of a Session, from an engine, a model and the workloads of the turn."""
 
 
 class Driver:
-    """Collects what the engines give. ``missing`` has those that gave nothing, or broke, and why."""
+    """Collects what the engines give. ``missing`` has those that gave nothing, or broke, and why; ``unsupported`` those
+    that this machine cannot run, by label."""
 
     def __init__(self, engines: Sequence[Engine], peers: Path, start: Start, told: Callable[[Measured], None]) -> None:
         self._engines = engines
@@ -76,7 +85,10 @@ class Driver:
         self._start = start
         self._told = told
         self.missing: dict[str, str] = {}
+        self.unsupported: dict[str, str] = {}
         self.measured: list[Measured] = []
+        self.open_loops: dict[tuple[str, str], OpenLoop] = {}
+        """W5's arrivals by model and precision."""
 
     def run(self, model: str, names: Sequence[str], repetitions: Iterable[int], *, repeat_all: bool = False) -> None:
         """All engines, by turns, through the workloads of these names. Where one has been found far behind, it is not
@@ -86,12 +98,15 @@ class Driver:
             for engine in self._engines:
                 key = f"{engine.label} on {model}"
                 worthwhile = [name for name in names if (engine.label, name) not in behind]
-                if key in self.missing or not worthwhile:
+                if key in self.missing or engine.label in self.unsupported or not worthwhile:
                     continue
                 why = engine.missing(self._peers, model)
                 if why is None:
                     try:
                         self._turn(engine, model, worthwhile, repetition)
+                    except EngineUnsupported as failure:
+                        self.unsupported[engine.label] = str(failure)
+                        print(f"{engine.label}: {failure}", file=sys.stderr, flush=True)
                     except EngineFailed as failure:
                         why = str(failure)
                 if why is not None:
@@ -112,8 +127,8 @@ class Driver:
         return tuple(run for run in self.measured if (run.engine, run.model, run.workload) == wanted)
 
     def _turn(self, engine: Engine, model: str, names: Sequence[str], repetition: int) -> None:
-        with self._start(engine, model) as session:
-            session.run(workloads.build("warm", repetition))
+        with self._start(engine, model, names) as session:
+            session.run(workloads.work("warm", repetition))
             for name in names:
                 try:
                     self._workload(session, engine, model, name, repetition)
@@ -122,24 +137,35 @@ class Driver:
 
     def _workload(self, session: Session, engine: Engine, model: str, name: str, repetition: int) -> None:
         turn = Turn.of(model, name, max((run.wall_s for run in self._of(engine, model, name)), default=0.0))
+        open_loop = self.open_loops.get((model, engine.precision)) if name == workloads.OPEN_LOOP else None
         for number in range(turn.unmeasured + turn.measured):
             # No two sets that an engine sees in one turn have an id in common but by chance.
-            requests = workloads.build(name, repetition * 100 + number)
+            work = workloads.work(name, repetition * 100 + number, open_loop)
             if number < turn.unmeasured:
-                session.run(requests)
+                session.run(work)
                 continue
             foreign = ForeignLoad()
             with MemoryMeter(session.ready.pid) as memory:
-                ran = session.run(requests)
+                ran = session.run(work)
             others_s = foreign.seconds()
             measured = Measured(
                 engine.label, model, name, repetition, session.ready.version,
                 ready_s=session.ready.ready_s or 0.0, rss_bytes=memory.peak_bytes,
-                pss_bytes=memory.proportional_bytes(), foreign_s=others_s, extra=ran.extra,
-                **results.timing(requests, ran),
+                pss_bytes=memory.proportional_bytes(), foreign_s=others_s, **figures(work, ran, open_loop),
             )  # fmt: skip
             self.measured.append(measured)
             self._told(measured)
+
+
+def figures(work: Work, ran: Ran, open_loop: OpenLoop | None) -> dict[str, Any]:
+    """Returns the fields of ``Measured`` that follow from a run, with the extra figures of W5 and W6."""
+    found = timing(work, ran, open_loop.warm_up_s if open_loop else 0.0)
+    extra = dict(ran.extra)
+    if open_loop is not None:
+        extra |= goodput(ran, open_loop)
+    if work.turns > 1:
+        extra |= later_turns(work, ran)
+    return {"extra": extra, **found}
 
 
 class RunnerProcess:
@@ -153,19 +179,19 @@ class RunnerProcess:
         if self.ready.ready_s is None:
             self.ready.ready_s = time.perf_counter() - began
 
-    def run(self, requests: Sequence[Request]) -> Ran:
+    def run(self, work: Work) -> Ran:
         """Runs a set. Raises EngineFailed."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"requests": requests}) + "\n")
+            self._process.stdin.write(json.dumps(asdict(work)) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # what it said before tells why
-        return Ran(**self._receive())
+        return Ran(**self._receive(ANSWER_LIMIT_S + max(work.arrivals_s, default=0.0)))
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self, limit_s: float = ANSWER_LIMIT_S) -> dict[str, Any]:
         assert self._process.stdout is not None
-        watch = threading.Timer(ANSWER_LIMIT_S, self._process.kill)
+        watch = threading.Timer(limit_s, self._process.kill)
         watch.start()
         try:
             line = self._process.stdout.readline()
@@ -174,6 +200,8 @@ class RunnerProcess:
         if not line:
             raise EngineFailed(self._last_words())
         message: dict[str, Any] = json.loads(line)
+        if "unsupported" in message:
+            raise EngineUnsupported(message["unsupported"])
         if "failed" in message:
             raise EngineFailed(message["failed"])
         return message
@@ -198,12 +226,13 @@ def process_starter(peers: Path, threads: int) -> Start:
     """Starts engines' runners in their environments."""
 
     @contextmanager
-    def start(engine: Engine, model: str) -> Iterator[Session]:
+    def start(engine: Engine, model: str, names: Sequence[str]) -> Iterator[Session]:
         read_once(engine.path(peers, model))
         variables: Mapping[str, str] = {**os.environ, **engine.environment_variables(peers, threads)}
         with tempfile.TemporaryFile() as log:
+            command = engine.command(peers, model, threads, names)
             process = subprocess.Popen(
-                engine.command(peers, model, threads), env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=log, text=True, start_new_session=True,
             )  # fmt: skip
             try:

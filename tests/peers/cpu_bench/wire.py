@@ -1,9 +1,9 @@
 """How the driver and a runner talk: a line of JSON each way, over the runner's stdin and stdout.
 
     runner  {"ready": {"version": ..., "pid": ..., "ready_s": ...}}     once
-    driver  {"requests": [[[ids], num_output], ...]}                    any number of times
-    runner  {"began": s, "ended": s, "events": [[[s, tokens], ...], ...], "extra": {...}}
-    runner  {"failed": "why"}                                           and ends
+    driver  {"requests": [[[ids], num_output], ...], "arrivals_s": [s, ...], "turns": n, "pause_s": s}     repeatedly
+    runner  {"began": s, "ended": s, "events": [[[s, tokens], ...], ...], "extra": {...}, "arrivals": [s, ...]}
+    runner  {"failed": "why"} or {"unsupported": "why"}                 and ends
 
 Times are of the monotonic clock, which all processes share. The standard library alone: every engine's environment
 imports this.
@@ -19,6 +19,24 @@ from dataclasses import asdict, dataclass, field
 
 Request = tuple[list[int], int]
 """Prompt's ids, and tokens of output."""
+
+
+@dataclass
+class Work:
+    """A set of requests, and when each of them is sent."""
+
+    requests: list[Request]
+    arrivals_s: list[float] = field(default_factory=list)
+    """When each request or conversation arrives, in seconds from the beginning; empty: all at once."""
+    turns: int = 1
+    """Requests that form a conversation; they follow one another in ``requests``. The prompt of a turn is the whole
+    history, outputs included, and then the ids of its request."""
+    pause_s: float = 0.0
+    """Seconds from the end of a turn to the arrival of the next one."""
+
+
+class Unsupported(Exception):
+    """This machine cannot run the engine, by the engine's own rules. The text says which."""
 
 
 @dataclass
@@ -41,6 +59,12 @@ class Ran:
     events: list[list[tuple[float, int]]]
     """Of each request: when tokens came, and how many."""
     extra: dict[str, float] = field(default_factory=dict)
+    arrivals: list[float] = field(default_factory=list)
+    """When each request arrived; empty: all when the run began."""
+
+    def arrival_of(self, number: int) -> float:
+        """When the request of this number arrived."""
+        return self.arrivals[number] if self.arrivals else self.began
 
 
 class Wire:
@@ -62,10 +86,16 @@ class Wire:
         """Tells why nothing more will come."""
         self._tell({"failed": why})
 
-    def sets(self) -> Iterator[list[Request]]:
+    def unsupported(self, why: str) -> None:
+        """Reports that the engine does not run on this machine."""
+        self._tell({"unsupported": why})
+
+    def sets(self) -> Iterator[Work]:
         """The sets to run, until the driver has no more."""
         for line in sys.stdin:
-            yield [(ids, num_output) for ids, num_output in json.loads(line)["requests"]]
+            work = Work(**json.loads(line))
+            work.requests = [(ids, num_output) for ids, num_output in work.requests]
+            yield work
 
     def _tell(self, message: dict[str, object]) -> None:
         self._out.write(json.dumps(message) + "\n")
@@ -83,6 +113,9 @@ def run_engine(program: Callable[[Wire, argparse.Namespace], None], **flags: obj
     wire = Wire()
     try:
         program(wire, arguments)
+    except Unsupported as error:
+        wire.unsupported(str(error))
+        sys.exit(1)
     except Exception as error:
         traceback.print_exc()
         wire.failed(" ".join(f"{type(error).__name__}: {error}".split())[:300])

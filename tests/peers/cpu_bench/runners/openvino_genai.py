@@ -8,7 +8,8 @@ import numpy as np
 import openvino as ov
 import openvino_genai as genai
 
-from cpu_bench.wire import Ran, Ready, Request, Wire, run_engine
+from cpu_bench.schedule import Schedule
+from cpu_bench.wire import Ran, Ready, Wire, Work, run_engine
 
 CACHE_GIB = 4
 
@@ -27,30 +28,35 @@ def main(wire: Wire, arguments: argparse.Namespace) -> None:
         Ready(f"openvino-genai {genai.__version__.partition('-')[0]}, openvino {ov.__version__.partition('-')[0]}")
     )
     numbers = itertools.count()
-    for requests in wire.sets():
-        wire.answer(_run(pipeline, numbers, requests))
+    for work in wire.sets():
+        wire.answer(_run(pipeline, numbers, work))
 
 
-def _run(pipeline: genai.ContinuousBatchingPipeline, numbers: "itertools.count[int]", requests: list[Request]) -> Ran:
-    began = time.perf_counter()
-    handles = []
-    for prompt, num_output in requests:
-        config = genai.GenerationConfig()
-        config.max_new_tokens = num_output
-        config.ignore_eos = True
-        config.do_sample = False
-        ids = ov.Tensor(np.array([prompt], dtype=np.int64))
-        handles.append(pipeline.add_request(next(numbers), ids, config))
-    events: list[list[tuple[float, int]]] = [[] for _ in requests]
-    while pipeline.has_non_finished_requests():
-        pipeline.step()
+def _run(pipeline: genai.ContinuousBatchingPipeline, numbers: "itertools.count[int]", work: Work) -> Ran:
+    schedule = Schedule(work)
+    handles = {}
+    while not schedule.is_over:
+        for arrival in schedule.take_due():
+            config = genai.GenerationConfig()
+            config.max_new_tokens = arrival.num_output
+            config.ignore_eos = True
+            config.do_sample = False
+            ids = ov.Tensor(np.array([arrival.prompt], dtype=np.int64))
+            handles[arrival.number] = pipeline.add_request(next(numbers), ids, config)
+        if not handles:
+            schedule.sleep_to_next()
+            continue
+        if pipeline.has_non_finished_requests():
+            pipeline.step()
         now = time.perf_counter()
-        for handle, noted in zip(handles, events, strict=True):
+        for number, handle in list(handles.items()):
             while handle.can_read():
-                num_tokens = sum(len(output.generated_ids) for output in handle.read().values())
-                if num_tokens:
-                    noted.append((now, num_tokens))
-    return Ran(began, time.perf_counter(), events)
+                for output in handle.read().values():
+                    schedule.add_tokens(number, output.generated_ids, now)
+            if handle.get_status() != genai.GenerationStatus.RUNNING:
+                schedule.finish(number, now)
+                del handles[number]
+    return schedule.ran()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import penstock.v1 as pb
-from cpu_bench.wire import Ran, Ready, Request, Wire, run_engine
+from cpu_bench.schedule import AddTokens, Arrival, send_all
+from cpu_bench.wire import Ready, Wire, run_engine
 from penstock.clients import AsyncClient, Delta
 from penstock.clients.cli.admin.client import AdminClient
 from penstock.clients.cli.options import ConnectionOptions
@@ -68,22 +69,20 @@ async def _wait_ready(target: str) -> None:
 async def _serve(wire: Wire, target: str, admin: str) -> None:
     sets = wire.sets()
     async with AsyncClient(target) as client:
-        while (requests := await asyncio.to_thread(next, sets, None)) is not None:
+
+        async def generate(arrival: Arrival, add_tokens: AddTokens) -> None:
+            call = client.generate(
+                arrival.prompt, max_tokens=arrival.num_output, temperature=0.0, ignore_eos=True, format="token_ids"
+            )
+            async for event in call:
+                if isinstance(event, Delta):
+                    add_tokens(event.token_ids)
+
+        while (work := await asyncio.to_thread(next, sets, None)) is not None:
             async with loop_lag(admin) as figures:
-                began = time.perf_counter()
-                events = await asyncio.gather(*(_one(client, request) for request in requests))
-                ended = time.perf_counter()
-            wire.answer(Ran(began, ended, list(events), figures))
-
-
-async def _one(client: AsyncClient, request: Request) -> list[tuple[float, int]]:
-    prompt, num_output = request
-    call = client.generate(prompt, max_tokens=num_output, temperature=0.0, ignore_eos=True, format="token_ids")
-    return [
-        (time.perf_counter(), len(event.token_ids))
-        async for event in call
-        if isinstance(event, Delta) and event.token_ids
-    ]
+                schedule = await send_all(work, generate)
+                ran = schedule.ran(figures)
+            wire.answer(ran)
 
 
 @asynccontextmanager

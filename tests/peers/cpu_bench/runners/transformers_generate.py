@@ -9,11 +9,14 @@ import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from cpu_bench.wire import Ran, Ready, Request, Wire, run_engine
+from cpu_bench.schedule import Schedule
+from cpu_bench.wire import Ran, Ready, Request, Wire, Work, run_engine
 
 PAGE_SIZE = 32
 KV_TOKENS = 24_576
 """Enough for every workload at once."""
+BATCH_SIZE = 16
+"""Requests in a static batch, at most."""
 
 
 class Stamps:
@@ -40,36 +43,52 @@ def main(wire: Wire, arguments: argparse.Namespace) -> None:
         _continuous(wire, model, ready)
         return
     wire.ready(ready)
-    for requests in wire.sets():
-        wire.answer((_sequential if arguments.mode == "sequential" else static)(model, requests))
+    for work in wire.sets():
+        wire.answer(_in_batches(model, work, 1 if arguments.mode == "sequential" else BATCH_SIZE))
 
 
-def _sequential(model: Any, requests: list[Request]) -> Ran:
-    began, events = time.perf_counter(), []
-    for prompt, num_output in requests:
-        ids = torch.tensor([prompt])
-        events.append([(at, 1) for at in _generate(model, ids, torch.ones_like(ids), num_output)])
-    return Ran(began, time.perf_counter(), events)
+def _in_batches(model: Any, work: Work, size: int) -> Ran:
+    """Runs what has arrived as one batch, then what has arrived meanwhile as the next."""
+    schedule = Schedule(work)
+    while not schedule.is_over:
+        batch = schedule.take_due(size)
+        if not batch:
+            schedule.sleep_to_next()
+            continue
+        times, outputs = _run_batch(model, [(arrival.prompt, arrival.num_output) for arrival in batch])
+        for arrival, output in zip(batch, outputs, strict=True):
+            for at, token in zip(times, output[: arrival.num_output], strict=False):
+                schedule.add_tokens(arrival.number, [token], at)
+            schedule.finish(arrival.number)
+    return schedule.ran()
 
 
 def static(model: Any, requests: list[Request]) -> Ran:
-    """Padded to the longest prompt; the batch goes on until its longest output is done."""
+    """Runs one batch. It goes on until its longest output is done."""
     began = time.perf_counter()
-    longest = max(len(prompt) for prompt, _ in requests)
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in requests])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in requests])
-    times = _generate(model, ids.to(model.device), mask.to(model.device), max(num_output for _, num_output in requests))
+    times, _ = _run_batch(model, requests)
     return Ran(began, time.perf_counter(), [[(at, 1) for at in times[:num_output]] for _, num_output in requests])
 
 
-def _generate(model: Any, ids: torch.Tensor, mask: torch.Tensor, num_output: int) -> list[float]:
+def _run_batch(model: Any, requests: list[Request]) -> tuple[list[float], list[list[int]]]:
+    """Pads the prompts to the longest one; returns the time of each step, and the output of each request."""
+    longest = max(len(prompt) for prompt, _ in requests)
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in requests])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in requests])
+    num_output = max(num_output for _, num_output in requests)
+    return _generate(model, ids.to(model.device), mask.to(model.device), num_output)
+
+
+def _generate(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor, num_output: int
+) -> tuple[list[float], list[list[int]]]:
     stamps = Stamps()
     with torch.inference_mode():
-        model.generate(
+        sequences = model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=num_output, min_new_tokens=num_output, do_sample=False,
             stopping_criteria=StoppingCriteriaList([stamps]),
         )  # fmt: skip
-    return stamps.times
+    return stamps.times, sequences[:, ids.shape[1] :].tolist()
 
 
 def _continuous(wire: Wire, model: Any, ready: Ready) -> None:
@@ -82,22 +101,32 @@ def _continuous(wire: Wire, model: Any, ready: Ready) -> None:
         generation_config=generation, continuous_batching_config=config
     ) as manager:
         wire.ready(ready)
-        for requests in wire.sets():
-            began = time.perf_counter()
-            names = [
-                manager.add_request(prompt, max_new_tokens=num_output, record_timestamps=True)
-                for prompt, num_output in requests
-            ]
-            done: dict[str, list[tuple[float, int]]] = {}
-            while len(done) < len(names):
-                output = manager.get_result(timeout=1)
-                if output is None and not manager.is_running():
-                    raise RuntimeError("the thread of continuous batching has ended")
-                if output is not None and output.error:
-                    raise RuntimeError(output.error)
-                if output is not None and output.is_finished():
-                    done[output.request_id] = [(at, 1) for at in output.timestamps]
-            wire.answer(Ran(began, time.perf_counter(), [done[name] for name in names]))
+        for work in wire.sets():
+            wire.answer(_run_continuous(manager, work))
+
+
+def _run_continuous(manager: Any, work: Work) -> Ran:
+    schedule = Schedule(work)
+    numbers: dict[str, int] = {}
+    while not schedule.is_over:
+        for arrival in schedule.take_due():
+            name = manager.add_request(arrival.prompt, max_new_tokens=arrival.num_output, record_timestamps=True)
+            numbers[name] = arrival.number
+        if not numbers:
+            schedule.sleep_to_next()
+            continue
+        wait = schedule.seconds_to_next()
+        output = manager.get_result(timeout=1 if wait is None else min(1, max(wait, 0.001)))
+        if output is None and not manager.is_running():
+            raise RuntimeError("the thread of continuous batching has ended")
+        if output is not None and output.error:
+            raise RuntimeError(output.error)
+        if output is not None and output.is_finished():
+            number = numbers.pop(output.request_id)
+            for at, token in zip(output.timestamps, output.generated_tokens, strict=True):
+                schedule.add_tokens(number, [token], at)
+            schedule.finish(number)
+    return schedule.ran()
 
 
 if __name__ == "__main__":

@@ -1,32 +1,22 @@
-"""vLLM's CPU build through its own asynchronous engine, in this process and its children."""
+"""vLLM's CPU build through its own asynchronous engine, in this process and its children; with zentorch if wanted."""
 
 import argparse
 import asyncio
-import time
+from importlib.metadata import version
 
 import torch
 import vllm
 from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from cpu_bench.wire import Ran, Ready, Request, Wire, run_engine
+from cpu_bench.schedule import AddTokens, Arrival, send_all
+from cpu_bench.wire import Ready, Unsupported, Wire, run_engine
 
 
-async def _one(engine: AsyncLLM, name: str, request: Request) -> list[tuple[float, int]]:
-    prompt, num_output = request
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=num_output, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
-    )
-    return [
-        (time.perf_counter(), len(output.outputs[0].token_ids))
-        async for output in engine.generate(TokensPrompt(prompt_token_ids=prompt), sampling, name)
-        if output.outputs[0].token_ids
-    ]
-
-
-async def _serve(wire: Wire, arguments: argparse.Namespace) -> None:
+async def _serve(wire: Wire, arguments: argparse.Namespace, more: str) -> None:
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=arguments.model,
@@ -37,21 +27,35 @@ async def _serve(wire: Wire, arguments: argparse.Namespace) -> None:
             generation_config="vllm",
         )
     )
-    wire.ready(Ready(f"vllm {vllm.__version__}, torch {torch.__version__}"))
+    wire.ready(Ready(f"vllm {vllm.__version__}, torch {torch.__version__}{more}"))
+    set_number = 0
+
+    async def generate(arrival: Arrival, add_tokens: AddTokens) -> None:
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=arrival.num_output, ignore_eos=True, detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )  # fmt: skip
+        prompt = TokensPrompt(prompt_token_ids=arrival.prompt)
+        async for output in engine.generate(prompt, sampling, f"{set_number}-{arrival.number}"):
+            add_tokens(output.outputs[0].token_ids)
+
     sets = wire.sets()
-    number = 0
-    while (requests := await asyncio.to_thread(next, sets, None)) is not None:
-        number += 1
-        began = time.perf_counter()
-        events = await asyncio.gather(*(_one(engine, f"{number}-{i}", request) for i, request in enumerate(requests)))
-        wire.answer(Ran(began, time.perf_counter(), list(events)))
+    while (work := await asyncio.to_thread(next, sets, None)) is not None:
+        set_number += 1
+        wire.answer((await send_all(work, generate)).ran())
     engine.shutdown()
 
 
 def main(wire: Wire, arguments: argparse.Namespace) -> None:
-    """Its threads are bound by its environment variables, which the driver sets."""
-    asyncio.run(_serve(wire, arguments))
+    """Threads are bound by environment variables, which the driver sets. vLLM falls back to its own kernels without an
+    error where it does not use zentorch, so that is checked here."""
+    is_zen = bool(current_platform.is_zen_cpu())
+    if arguments.zentorch and not is_zen:
+        raise Unsupported("vLLM uses zentorch only on AMD processors with AVX512")
+    if is_zen and not arguments.zentorch:
+        raise RuntimeError("vLLM found a zentorch that is not meant for this variant")
+    asyncio.run(_serve(wire, arguments, f", zentorch {version('zentorch')}" if is_zen else ""))
 
 
 if __name__ == "__main__":
-    run_engine(main)
+    run_engine(main, zentorch="")

@@ -1,0 +1,1 @@
+"""How fast this machine reads memory, by several access patterns."""
