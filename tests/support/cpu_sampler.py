@@ -1,5 +1,6 @@
 """The CPU library's sampler, applied to one row at a time. Guards show whether it writes outside its buffers."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -69,7 +70,7 @@ class Sampler:
         return out.token_id, out.logprob, ids.read(np.int32)[: out.num_top], top.read(np.float32)[: out.num_top]
 
 
-def masks_of(masks):
+def masks_of(masks: Sequence[Words]) -> GrammarBitmasks:
     """Returns bitmasks for the first rows of a batch."""
     words: Future[Words] = Future()
     words.set_result(np.stack(masks))

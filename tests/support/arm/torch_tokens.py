@@ -9,32 +9,40 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from cpu_sampler import masks_of
+from numpy.typing import NDArray
 
 from penstock.kernels.cpu.bindings import LEVELS
+from penstock.models.batch.grammar_matcher import Words
+from penstock.models.batch.rows import Row
 from penstock.models.batch.sampled_positions import SampledPosition
 
+Floats = NDArray[np.float32]
+Values = TypeVar("Values", list[int], list[float])
+
 _recorded = os.environ.get("PENSTOCK_RECORDED_TORCH")
-_replies = json.loads(Path(_recorded).read_text()) if _recorded else None
+_replies: Mapping[str, Any] | None = json.loads(Path(_recorded).read_text()) if _recorded else None
 _recording = os.environ.get("PENSTOCK_RECORD_TORCH")
-_made: dict[str, list[float]] = {}
+_made: dict[str, object] = {}
 _calls: Counter[str] = Counter()
 
 
-def torch_tokens(logits, rows, masks=None):
+def torch_tokens(logits: Floats, rows: Sequence[Row], masks: Sequence[Words] | None = None) -> list[int]:
     """The token of each row, from its float32 logits and, if there are masks, its mask."""
-    return _replied() if _replies is not None else _kept(_sample(logits, rows, masks))
+    return _replies[_call()] if _replies is not None else _kept(_sample(logits, rows, masks))
 
 
-def torch_noise(seed, position, ids):
+def torch_noise(seed: int, position: int, ids: NDArray[np.int32]) -> NDArray[np.float64]:
     """The noise of each token id, float64."""
-    return np.array(_replied() if _replies is not None else _kept(_noise(seed, position, ids)))
+    return np.array(_replies[_call()] if _replies is not None else _kept(_noise(seed, position, ids)))
 
 
-def _sample(logits, rows, masks):
+def _sample(logits: Floats, rows: Sequence[Row], masks: Sequence[Words] | None) -> list[int]:
     import torch
 
     from penstock.models.backends.torch_common.sampler import sample_positions
@@ -44,29 +52,26 @@ def _sample(logits, rows, masks):
     positions = [SampledPosition(row) for row in rows]
     sampled = sample_positions(torch.from_numpy(logits.copy()), positions, None if masks is None else masks_of(masks))
     torch.set_num_threads(before)
-    return [each.token_id for each in sampled]
+    return [int(each.token_id) for each in sampled]
 
 
-def _noise(seed, position, ids):
+def _noise(seed: int, position: int, ids: NDArray[np.int32]) -> list[float]:
     import torch
 
     from penstock.kernels.reference.sampling import keyed_gumbel
 
-    return keyed_gumbel(torch.tensor(seed), torch.tensor(position), torch.from_numpy(ids).long()).tolist()
+    noise: list[float] = keyed_gumbel(torch.tensor(seed), torch.tensor(position), torch.from_numpy(ids).long()).tolist()
+    return noise
 
 
-def _call():
+def _call() -> str:
     """Names this call."""
     test = os.environ["PYTEST_CURRENT_TEST"].rpartition("::")[2]
     calls = _calls[test] = _calls[test] + 1
     return f"{re.sub('|'.join(LEVELS), '', test)} {calls}"
 
 
-def _replied():
-    return _replies[_call()]
-
-
-def _kept(values):
+def _kept(values: Values) -> Values:
     if _recording:
         _made[_call()] = values
         Path(_recording).write_text(json.dumps(_made))

@@ -237,7 +237,7 @@ static void attend_block(const Work& work, int split, int begin, int end) {
     record[0] = tops[i - begin];
     record[RECORD_SUM] = weights[i - begin].sum;
     for (int dim = 0; dim < block.padded; dim += LANES)
-      store(record + RECORD_HEAD + dim, Kv::value(values + dim * WORD, block.padded * WORD, weights[i - begin].factor));
+      store(record + RECORD_HEAD + dim, Kv::value(values + dim * WORD, block.padded * WORD, weights[i - begin]));
     if (!place) merge_record(work.total(i), record, work.record);
   }
 }

@@ -3,8 +3,7 @@
 //
 // BF16 rounds queries and weights to bfloat16. The rounded weights are summed, so that the result is still a weighted
 // mean. INT8 keeps queries and weights in two bytes each, 15 and 16 bits. That costs two dot products of 4, where BF16
-// needs two dot products of 2 for as many numbers. The only error is that of the stored keys and values. Weights have
-// 15 bits where dot4 takes no unsigned bytes.
+// needs two dot products of 2 for as many numbers. The only error is that of the stored keys and values.
 #pragma once
 
 #include "attention/lanes.h"
@@ -26,6 +25,9 @@ struct Query {
 struct Weights {
   float sum;
   float factor;  // of the sums of values
+#if defined(SIGNED_DOT4)
+  int32_t high_sum = 0, low_sum = 0;  // INT8: of the weights' bytes, to undo the 128 added to values
+#endif
 };
 
 constexpr int SPLIT_BYTES = SPLIT * WORD;  // of a row of scores, and of the weights that replace it
@@ -61,7 +63,7 @@ struct F32Kv {
     return {PENSTOCK_LEVEL::sum(sum), 1};
   }
 
-  INLINE Floats value(const uint8_t* sums, int64_t, float) { return load_floats(sums); }
+  INLINE Floats value(const uint8_t* sums, int64_t, const Weights&) { return load_floats(sums); }
 };
 
 // e^(x - largest) within 2^-18, for weights that are rounded to 8 bits: 2^n times the best polynomial of its degree
@@ -112,7 +114,7 @@ struct Bf16Kv {
     return {PENSTOCK_LEVEL::sum(sum), 1};
   }
 
-  INLINE Floats value(const uint8_t* sums, int64_t, float) { return load_floats(sums); }
+  INLINE Floats value(const uint8_t* sums, int64_t, const Weights&) { return load_floats(sums); }
 };
 
 // Two bytes per number, in two rows: the high bytes, then the low bytes.
@@ -120,12 +122,11 @@ struct Int8Kv {
   static constexpr int PER = 4;
   static constexpr int ROWS = 2;
   static constexpr int QUERY_BASE = 128, WEIGHT_BASE = 256;
-  static constexpr int LOWEST = EXCESS - 128;  // a weight's lowest byte
-  static constexpr float QUERY_LARGEST = 127.0f * QUERY_BASE, WEIGHT_LARGEST = (LOWEST + 255) * (WEIGHT_BASE + 1.0f);
+  static constexpr float QUERY_LARGEST = 127.0f * QUERY_BASE, WEIGHT_LARGEST = 65535.0f;
   typedef IntPart Sum;
 
   INLINE Sum add_keys(Sum sum, IntPart keys, IntPart query) { return add_quads(sum, with_excess(keys), query); }
-  INLINE Sum add_values(Sum sum, IntPart values, IntPart weights) { return add_quads(sum, weights, values); }
+  INLINE Sum add_values(Sum sum, IntPart values, IntPart weights) { return add_weighted(sum, weights, values); }
 
   static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* words) {
     const float range = largest_magnitude(x, head_dim);
@@ -165,17 +166,27 @@ struct Int8Kv {
       best = max(best, weights);
     }
     const float range = PENSTOCK_LEVEL::largest(best), by = range > 0 ? WEIGHT_LARGEST / range : 0;
+    Weights result = {PENSTOCK_LEVEL::sum(sum), range / WEIGHT_LARGEST};
     for (int page = 0; page < num_pages; page++) {
       Ints code = to_ints_nearest(load_floats(scores + page * VECTOR) * by);
-      store_bytes(scores + page * LANES, (code - LOWEST) >> 8);
+      store_bytes(scores + page * LANES, code >> 8);
       store_bytes(scores + SPLIT_BYTES + page * LANES, code & 255);
+#if defined(SIGNED_DOT4)
+      result.high_sum += sum_ints(code >> 8);
+      result.low_sum += sum_ints(code & 255);
+#endif
     }
-    return {PENSTOCK_LEVEL::sum(sum), range / WEIGHT_LARGEST};
+    return result;
   }
 
   // At most 65535 * 127 * 256: within 31 bits.
-  INLINE Floats value(const uint8_t* sums, int64_t row_bytes, float factor) {
-    return to_floats(load_ints(sums) * WEIGHT_BASE + load_ints(sums + row_bytes)) * factor;
+  INLINE Floats value(const uint8_t* sums, int64_t row_bytes, const Weights& weights) {
+    Ints high = load_ints(sums), low = load_ints(sums + row_bytes);
+#if defined(SIGNED_DOT4)
+    high = high - 128 * weights.high_sum;
+    low = low - 128 * weights.low_sum;
+#endif
+    return to_floats(high * WEIGHT_BASE + low) * weights.factor;
   }
 };
 

@@ -88,6 +88,16 @@ INLINE IntPart add_quads(IntPart sum, IntPart a, IntPart b) {
 #endif
 }
 
+// The same for weights, unsigned bytes, and values, signed ones. Where dot4 takes no unsigned bytes, 128 is added to the
+// values, so that both are unsigned.
+INLINE IntPart add_weighted(IntPart sum, IntPart weights, IntPart values) {
+#if defined(SIGNED_DOT4)
+  return dot4_unsigned(sum, weights, values ^ static_cast<int32_t>(0x80808080u));
+#else
+  return add_quads(sum, weights, values);
+#endif
+}
+
 }  // namespace paged
 
 }  // namespace PENSTOCK_LEVEL

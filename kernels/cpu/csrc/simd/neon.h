@@ -198,6 +198,19 @@ INLINE Ints dot4(Ints sum, Ints a, Ints b) { return EACH_THREE(dot4, sum, a, b);
 
 #if !defined(__ARM_FEATURE_MATMUL_INT8)
 #define SIGNED_DOT4
+
+// The same for unsigned bytes in both operands.
+INLINE int32x4_t dot4_unsigned(int32x4_t sum, int32x4_t a, int32x4_t b) {
+  const uint8x16_t x = vreinterpretq_u8_s32(a), y = vreinterpretq_u8_s32(b);
+#if defined(__ARM_FEATURE_DOTPROD)
+  return vreinterpretq_s32_u32(vdotq_u32(vreinterpretq_u32_s32(sum), x, y));
+#else
+  const uint32x4_t low = vpaddlq_u16(vmull_u8(vget_low_u8(x), vget_low_u8(y))), high = vpaddlq_u16(vmull_high_u8(x, y));
+  return vaddq_s32(sum, vreinterpretq_s32_u32(vpaddq_u32(low, high)));
+#endif
+}
+
+INLINE int32_t sum_ints(Ints x) { return vaddvq_s32(vaddq_s32(vaddq_s32(x.q0, x.q1), vaddq_s32(x.q2, x.q3))); }
 #endif
 
 }  // namespace PENSTOCK_LEVEL
