@@ -169,15 +169,15 @@ LONG = SAMPLED | {"max_tokens": 120, "seed": 5, "n": 2, "stop": [f"{chr(letter)}
 """A letter is held back, as it may begin a stop string."""
 
 
-SLOW = 0.03
-"""The time of a step, with which a service can be stopped before the end of a stream."""
+SLOW = 0.01
+"""The seconds of a step, with which a service can be stopped before the end of a stream."""
 
 
-async def read_and_stop(gateway, service, body):
-    """The ticket and chunks of a stream whose service is stopped in the middle of it. The last chunk of each choice
-    does not count after an error: it may have text that was held back."""
+async def read_and_stop(http, gateways, body):
+    """The ticket and chunks of a stream whose service, that of one of the gateways, is stopped in the middle of it. The
+    last chunk of each choice does not count after an error: it may have text that was held back."""
     received, last, num_chunks = None, dict[int, Any](), 0
-    async with gateway.stream("POST", COMPLETIONS, json={"stream": True} | body) as response:
+    async with http.stream("POST", COMPLETIONS, json={"stream": True} | body) as response:
         received = Received(response.headers[HEADER], 2)
         stopping = None
         async for line in response.aiter_lines():
@@ -185,7 +185,8 @@ async def read_and_stop(gateway, service, body):
                 continue
             chunk, num_chunks = json.loads(line.removeprefix("data: ")), num_chunks + 1
             if num_chunks == 10:
-                stopping = asyncio.create_task(service.stop())
+                [running] = [each for each in gateways if each.engine.stats().running]
+                stopping = asyncio.create_task(running.service.stop())
             for part in chunk.get("choices", ()):
                 if part["index"] in last:
                     received.add(last[part["index"]])
@@ -199,7 +200,7 @@ async def read_and_stop(gateway, service, body):
 async def test_a_stream_that_ended_with_an_error(start_gateway, fields):
     first, second = await start_gateway(next_token=told, seconds_per_step=SLOW), await start_gateway(next_token=told)
     whole = await whole_of(second, COMPLETIONS, LONG | fields)
-    received, _, error = await read_and_stop(first.http, first.service, LONG | fields)
+    received, _, error = await read_and_stop(first.http, [first], LONG | fields)
     assert error["error"]["code"]
     _, rest = await stream(second, COMPLETIONS, LONG | fields | {"resume_from": received.resume_from})
     assert received.add_all(rest).choices == whole.choices
@@ -208,13 +209,13 @@ async def test_a_stream_that_ended_with_an_error(start_gateway, fields):
 @pytest.mark.parametrize("fields", [{}, IDS])
 async def test_a_stream_that_goes_on_and_then_moves(start_gateway, http_before, fields):
     """What a caller had before is also what the next service must not send."""
-    first, second = await start_gateway(next_token=told, seconds_per_step=SLOW), await start_gateway(next_token=told)
+    first, second = [await start_gateway(next_token=told, seconds_per_step=SLOW) for _ in range(2)]
     whole = await whole_of(second, COMPLETIONS, LONG | fields)
     ticket, chunks = await stream(second, COMPLETIONS, LONG | fields)
     had = Received(ticket, 2).add_all(chunks[:20])
     async with http_before(f"{first.target},{second.target}") as (_, http):
         body = LONG | fields | {"resume_from": had.resume_from}
-        received, last, end = await read_and_stop(http, first.service, body)
+        received, last, end = await read_and_stop(http, (first, second), body)
     assert "error" not in end
     received.add_all(last.values())
     for index, choice in enumerate(whole.choices):
