@@ -178,7 +178,7 @@ class Library:
     def shared_memory(self, num_bytes: int) -> Memory:
         """Maps memory that any thread may read. With threads on several NUMA nodes, its pages alternate between
         these. Raises MemoryError."""
-        memory = Memory(self._c, num_bytes)
+        memory = self.memory(num_bytes)
         if len(self._nodes) > 1:
             nodes = (c_int32 * len(self._nodes))(*self._nodes)
             if not self._c.penstock_interleave(memory.address, num_bytes, nodes, len(nodes)):
