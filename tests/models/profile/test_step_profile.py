@@ -43,7 +43,7 @@ def test_limits_are_the_bytes_and_operations_of_the_model(cpu_library, tiny_mode
     assert found["attention"].arithmetic == 4 * pairs * heads * head_dim
     kinds = ("qkv", "output", "gate and up", "down", "experts", "head")
     read = sum(found[name].memory for name in kinds if name in found)
-    # All weights, but for the embedding, norms and, here, experts that no token chooses.
+    # All weights except the embedding, norms and, here, experts that no token chooses.
     assert 0.3 * backend.facts.weight_bytes < read <= backend.facts.weight_bytes
     assert found["attention"].memory > 0
 

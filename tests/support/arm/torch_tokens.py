@@ -1,8 +1,8 @@
 """The tokens and the noise of the torch sampler, with which the CPU library's are compared.
 
 PENSTOCK_RECORD_TORCH names a file to which they are written as well, and PENSTOCK_RECORDED_TORCH one from which they
-are read where there is no torch, as on an emulated Arm. Calls are told apart by their test, without its instruction
-set, and by their number in it.
+are read where there is no torch, as on an emulated Arm. A call is identified by its test, without its instruction
+set, and by its number in it.
 """
 
 import json

@@ -66,7 +66,7 @@ char* allocate(size_t bytes, int huge) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED) return nullptr;
   madvise(data, bytes, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-  // Written, since untouched pages are all the same page of zeros.
+  // Pages are written first, since untouched ones all map to the same page of zeros.
   for (size_t at = 0; at < bytes; at += 4096) static_cast<char*>(data)[at] = 1;
   return static_cast<char*>(data);
 }
