@@ -65,10 +65,10 @@ def test_who_is_slow_but_steady_is_not_far_behind_where_lateness_counts() -> Non
 
 def test_no_ratio_to_the_best_while_one_is_missing() -> None:
     runs = [measured("penstock/bf16", 150.0), measured("fast/bf16", 100.0)]
-    text = tables(runs, ALL, {"steady/bf16 on M1": "nobody installed it"}, {})
+    text = tables(runs, ALL, {"steady/bf16 on M1": "it is not installed"}, {})
     assert "No ratio to the best: steady/bf16 gave no figures." in text
     assert "x the best other" not in text
-    assert "- missing: steady/bf16 on M1: nobody installed it" in text
+    assert "- missing: steady/bf16 on M1: it is not installed" in text
 
 
 def test_without_ours_there_is_no_ratio_at_all() -> None:

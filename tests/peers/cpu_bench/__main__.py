@@ -8,7 +8,7 @@
     make bench-cpu ARGS='--repetitions 0 --add-to today.jsonl'    the tables of what it has
     make bench-cpu ARGS='--models M0 --workloads W5 --arrivals-per-second 2 --open-loop-seconds 2 5'     a short try
 
-W5's requests arrive at 70 % of the rate at which the best other engine of the precision works through W2. That is
+W5's requests arrive at 70 % of the rate at which the best other engine of the precision completes W2. That is
 computed from the figures of this run and of --add-to, so run W2 first, or both together. Later turns keep the rate.
 
 Where an engine is less than half as fast as the best of the others at its precision, and on W2 also more than twice as
@@ -39,7 +39,7 @@ from cpu_bench.results import Measured, Row
 from cpu_bench.workloads import OpenLoop
 
 OPEN_LOOP_SHARE = 0.7
-"""Rate of W5's arrivals, as a share of the rate at which the best other engine works through W2."""
+"""Rate of W5's arrivals, as a share of the rate at which the best other engine completes W2."""
 
 
 def main() -> int:
