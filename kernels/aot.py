@@ -30,6 +30,7 @@ from penstock.kernels.cuda.quantized.weights import Codes, WeightLayout
 from penstock.kernels.cuda.rope_kv import rope_kv_variant
 from penstock.kernels.cuda.sampling.logprobs import logprobs_variants
 from penstock.kernels.cuda.sampling.sample import sampling_variants
+from penstock.kernels.cuda.skinny_gemm import skinny_gemm_variants
 from penstock.kernels.cuda.step import MIN_SEQUENCES, commit_variant, prepare_variant
 
 MAX_SHARED_BYTES = {89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -99,7 +100,7 @@ def float_variants(shape: ModelShape) -> Iterator[KernelVariant]:
         products = list(kind.products)
         if kind.gate_up is not None and not shape.deterministic:
             products.remove(kind.gate_up)
-            yield from _one_token_product(shape, *kind.gate_up[1:], kind.activation)
+            yield from _few_tokens_product(shape, *kind.gate_up, kind.activation)
         for product in products:
             yield from _float_product(shape, *product)
 
@@ -112,20 +113,22 @@ def _unquantized_variants(shape: ModelShape) -> Iterator[KernelVariant]:
 
 
 def _float_product(shape: ModelShape, rows: int, columns: int, is_biased: bool) -> Iterator[KernelVariant]:
-    """One matrix product: of one token, or of any number of tokens if the model is deterministic."""
+    """One matrix product: of few tokens, or of any number of tokens if the model is deterministic."""
     if shape.deterministic:
         layout = WeightLayout(Codes(shape.dtype), rows, columns)
         yield from gemm_variants(layout, shape.dtype, shape.max_tokens, deterministic=True, is_biased=is_biased)
     else:
-        yield from _one_token_product(shape, columns, is_biased)
+        yield from _few_tokens_product(shape, rows, columns, is_biased)
 
 
-def _one_token_product(
-    shape: ModelShape, columns: int, is_biased: bool, activation: str | None = None
+def _few_tokens_product(
+    shape: ModelShape, rows: int, columns: int, is_biased: bool, activation: str | None = None
 ) -> Iterator[KernelVariant]:
-    """The product of one token; torch computes it if the weight's rows are not aligned."""
+    """The products of one token and of a few; torch computes them if the weight's rows are not aligned."""
     if columns * shape.dtype.itemsize % ALIGNMENT == 0:
         yield gemv_variant(shape.dtype, columns, activation, is_biased=is_biased)
+        if shape.dtype.itemsize == 2:
+            yield from skinny_gemm_variants(shape.dtype, rows, columns, activation, is_biased=is_biased)
 
 
 def quantized_variants(shape: ModelShape, quantization: str) -> Iterator[KernelVariant]:

@@ -1,4 +1,5 @@
-"""Attention of sequences with few queries each (decoding, verification of drafts) on a fixed number of programs.
+"""Attention of sequences with few queries each (decoding, verification of drafts, the next turn of a chat) on a fixed
+number of programs.
 
 Each program takes a contiguous share of all units (plan.py defines units and parts), and may begin and end within a
 part. If several programs share a part, their partial results go to a workspace, and merge.py merges them.
@@ -36,19 +37,29 @@ from penstock.kernels.cuda.core.launch import KernelVariant
 class DecodeWorkspace:
     """Partial results. The layers of a model share one workspace, one after another."""
 
+    num_multiprocessors: int
+    """The number of the GPU's multiprocessors."""
     num_programs: int
-    """The number of programs that share the work: the GPU's multiprocessors times ``shape.tiles.programs``."""
+    """The number of programs that share the work: ``shape.tiles.programs`` per multiprocessor."""
     mixed: Tensor
     """(num_partials, block_m, D) fp32: the values weighted by some of a part's keys."""
     weights: Tensor
     """(num_partials, block_m) fp32: log2 of the sum of 2^score over those keys."""
+    extended: "DecodeWorkspace | None"
+    """The workspace of ``shape.extended``."""
 
     @classmethod
-    def allocate(cls, shape: DecodeShape, num_programs: int, device: torch.device) -> "DecodeWorkspace":
+    def allocate(cls, shape: DecodeShape, num_multiprocessors: int, device: torch.device) -> "DecodeWorkspace":
         """Allocates room for any step: two partial results per program, since it may begin and end within a part."""
+        num_programs = num_multiprocessors * shape.tiles.programs
         rows = (2 * num_programs, shape.tiles.block_m)
-        mixed = torch.empty((*rows, shape.attention.head_dim), dtype=torch.float32, device=device)
-        return cls(num_programs, mixed, torch.empty(rows, dtype=torch.float32, device=device))
+        return cls(
+            num_multiprocessors,
+            num_programs,
+            torch.empty((*rows, shape.attention.head_dim), dtype=torch.float32, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device),
+            None if shape.extended is None else cls.allocate(shape.extended, num_multiprocessors, device),
+        )
 
     def check(self, shape: DecodeShape) -> None:
         rows = (2 * self.num_programs, shape.tiles.block_m)
@@ -159,7 +170,7 @@ def decode_variant(shape: DecodeShape) -> KernelVariant:
             **dict.fromkeys(("partials", "partial_weights"), torch.float32),
         },
         {**shape.attention.constants(), **shape.constants()},
-        num_warps=4,
+        num_warps=shape.tiles.num_warps,
         num_stages=shape.tiles.num_stages,
     )
 

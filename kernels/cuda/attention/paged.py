@@ -1,5 +1,5 @@
 """Ragged paged attention: prefill, decoding and verification of drafts in one step, with a kernel for prefill and one
-for decoding.
+for everything shorter.
 
 Grids depend only on a bucket's sizes, and lengths are read from device memory, so that a CUDA graph can capture it.
 """
@@ -41,11 +41,17 @@ def paged_attention(
     starts.check(batch.num_sequences)
     if shape.max_queries:
         decode_attention(shape, query, kv, batch, starts.units, workspace, out)
+    if any_longer and shape.extended is not None and workspace.extended is not None:
+        decode_attention(shape.extended, query, kv, batch, starts.extended, workspace.extended, out)
     if (any_longer or not shape.max_queries) and query.shape[0] > shape.max_queries:
         prefill_attention(shape.attention, query, kv, batch, starts.tiles, shape.max_queries, out)
 
 
 def attention_variants(shape: DecodeShape) -> list[KernelVariant]:
     """All variants that ``plan_attention`` and ``paged_attention`` launch for a shape."""
-    decoding = [decode_variant(shape), merge_variant(shape)] if shape.max_queries else []
-    return [plan_variant(shape), *decoding, prefill_variant(shape.attention)]
+    decoding = [form for form in (shape, shape.extended) if form is not None and form.max_queries]
+    return [
+        plan_variant(shape),
+        *(variant for form in decoding for variant in (decode_variant(form), merge_variant(form))),
+        prefill_variant(shape.attention),
+    ]

@@ -7,10 +7,14 @@ BLOCK_N positions of a part.
 
 A sequence of more queries is *prefilled*. This is bound by matrix products, so its tiles are divided. If a query's
 result must be bitwise the same in every batch and chunk, all sequences are prefilled.
+
+A sequence in between, such as the next turn of a chat, has few tiles. If its context is long, these would run on a few
+multiprocessors long after all others have ended. So it is *extended*: by the kernel that decodes, with units of its own
+and larger tiles.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import triton
@@ -24,8 +28,12 @@ from penstock.kernels.cuda.core.launch import KernelVariant
 
 BLOCK_PLANNED = tl.constexpr(128)
 """Sequences that are planned at a time."""
+PLAN_NUMBERS = ("num_sequences", "num_multiprocessors")
+"""The arguments of the kernel that are numbers."""
 MAX_DECODED = 64
 """The maximum number of queries of a sequence that is decoded. With more, it is not bound by reading."""
+MAX_EXTENDED = 256
+"""The maximum number of queries of a sequence that is extended. With more, it has tiles for most multiprocessors."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class DecodeTiles:
     num_stages: int
     programs: int
     """Programs per multiprocessor."""
+    num_warps: int = 4
 
 
 def decode_tiles(shape: AttentionShape, max_rows: int) -> DecodeTiles:
@@ -49,11 +58,18 @@ def decode_tiles(shape: AttentionShape, max_rows: int) -> DecodeTiles:
         return DecodeTiles(16, 16, 2, 1) if shape.dtype == torch.float32 else DecodeTiles(16, 16, 3, 2)
     if wide:
         return DecodeTiles(block_m, 32, 3, 2)
-    if shape.kv_dtype == torch.float8_e4m3fn:  # half the bytes, and more registers
-        return DecodeTiles(block_m, 64, 4 if block_m < 64 else 3, 2)
     if block_m > 16:
         return DecodeTiles(block_m, 64, 3, 2)
-    return DecodeTiles(block_m, 64 if shape.block_dim > 64 else 128, 3, 3)
+    if shape.kv_dtype == torch.float8_e4m3fn:  # half the bytes, and more registers
+        return DecodeTiles(block_m, 128, 3, 2)
+    return DecodeTiles(block_m, 128, 2, 2) if shape.block_dim > 64 else DecodeTiles(block_m, 128, 3, 3)
+
+
+def extended_tiles(shape: AttentionShape) -> DecodeTiles:
+    """The sizes for sequences that are extended."""
+    if shape.block_dim > 128 or shape.dtype == torch.float32:
+        return decode_tiles(shape, MAX_EXTENDED)
+    return DecodeTiles(128, 64, 3, 1, num_warps=8)
 
 
 @dataclass(frozen=True)
@@ -64,9 +80,18 @@ class DecodeShape:
     max_queries: int
     """The maximum number of queries of a sequence that is decoded. 0: all sequences are prefilled, and a query's result
     is bitwise the same in every step."""
+    is_extended: bool = False
+    """Whether this is the ``extended`` shape of another."""
 
     def __post_init__(self) -> None:
-        assert 0 <= self.max_queries <= MAX_DECODED
+        assert 0 <= self.max_queries <= (MAX_EXTENDED if self.is_extended else MAX_DECODED)
+
+    @property
+    def extended(self) -> "DecodeShape | None":
+        """How sequences of more queries, up to MAX_EXTENDED, are extended; None if they are not."""
+        if self.is_extended or not self.max_queries:
+            return None
+        return DecodeShape(self.attention, MAX_EXTENDED, is_extended=True)
 
     @property
     def max_rows(self) -> int:
@@ -75,7 +100,7 @@ class DecodeShape:
 
     @property
     def tiles(self) -> DecodeTiles:
-        return decode_tiles(self.attention, self.max_rows)
+        return extended_tiles(self.attention) if self.is_extended else decode_tiles(self.attention, self.max_rows)
 
     def constants(self) -> dict[str, object]:
         """The constants of the decoding and the merging kernel."""
@@ -92,20 +117,26 @@ class DecodeShape:
 
 @dataclass(frozen=True)
 class WorkStarts:
-    """The start of each sequence's work, in the order of sequences, for layers of one shape."""
+    """The start of each sequence's work, in the order of sequences, for layers of one shape. Each is (B + 1,) int32."""
 
     units: Tensor
-    """(B + 1,) int32: units of decoding, per KV head."""
+    """Units of decoding, per KV head."""
+    extended: Tensor
+    """The same of sequences that are extended."""
     tiles: Tensor
-    """(B + 1,) int32: tiles of prefill."""
+    """Tiles of prefill."""
 
     @classmethod
     def allocate(cls, num_sequences: int, device: torch.device) -> "WorkStarts":
-        units, tiles = torch.empty((2, num_sequences + 1), dtype=torch.int32, device=device)
-        return cls(units, tiles.clone())
+        return cls(*(torch.empty(num_sequences + 1, dtype=torch.int32, device=device) for _ in fields(cls)))
+
+    def first(self, num_sequences: int) -> "WorkStarts":
+        """The beginning, for a step of fewer sequences."""
+        end = num_sequences + 1
+        return WorkStarts(self.units[:end], self.extended[:end], self.tiles[:end])
 
     def check(self, num_sequences: int) -> None:
-        assert self.units.shape == self.tiles.shape == (num_sequences + 1,)
+        assert self.units.shape == self.extended.shape == self.tiles.shape == (num_sequences + 1,)
 
 
 @triton.jit
@@ -115,65 +146,109 @@ def extent(context, num_queries, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     return first, tl.cdiv(context, BLOCK_N) - first
 
 
-@triton.jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["num_sequences"])
+@triton.jit
+def _queries_and_context(query_starts, contexts, at, num_sequences):
+    """The number of queries and the context of each sequence; 0 after the last one."""
+    there = at < num_sequences
+    start = tl.load(query_starts + at, mask=there, other=0)
+    num_queries = tl.load(query_starts + at + 1, mask=there, other=0) - start
+    return num_queries, tl.load(contexts + at, mask=there, other=0)
+
+
+@triton.jit(do_not_specialize=PLAN_NUMBERS, do_not_specialize_on_alignment=PLAN_NUMBERS)
 def plan_kernel(
     query_starts,
     contexts,
     unit_starts,
+    extended_starts,
     tile_starts,
     num_sequences,
+    num_multiprocessors,
+    NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     WINDOW: tl.constexpr,
     MAX_QUERIES: tl.constexpr,
+    MAX_EXTENDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EXTENDED_BLOCK_M: tl.constexpr,
+    EXTENDED_BLOCK_N: tl.constexpr,
     PREFILL_BLOCK_M: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Runs as one program. A sequence of at most MAX_QUERIES queries has units; one with more has tiles."""
+    """Runs as one program. A sequence of at most MAX_QUERIES queries has units of decoding. One of at most MAX_EXTENDED
+    has extended units if its tiles would take longer than 2/3 of what each multiprocessor has to do, since computing
+    units takes about 1.3 times as long. All others have tiles."""
     await_inputs(PDL)
+    work = tl.zeros((), tl.int64)  # of all tiles, in blocks of positions
+    if MAX_EXTENDED > MAX_QUERIES:
+        for begin in range(0, num_sequences, BLOCK_PLANNED):
+            at = begin + tl.arange(0, BLOCK_PLANNED)
+            num_queries, context = _queries_and_context(query_starts, contexts, at, num_sequences)
+            _, blocks = extent(context, num_queries, WINDOW, EXTENDED_BLOCK_N)
+            tiles = tl.where(num_queries > MAX_QUERIES, tl.cdiv(num_queries * GROUP, PREFILL_BLOCK_M), 0)
+            work += tl.sum(tiles.to(tl.int64) * blocks, axis=0)
+    share = work * NUM_KV_HEADS // num_multiprocessors
     units_before = 0
+    extended_before = 0
     tiles_before = 0
     tl.store(unit_starts, 0)
+    tl.store(extended_starts, 0)
     tl.store(tile_starts, 0)
     for begin in range(0, num_sequences, BLOCK_PLANNED):
         at = begin + tl.arange(0, BLOCK_PLANNED)
         there = at < num_sequences
-        start = tl.load(query_starts + at, mask=there, other=0)
-        num_queries = tl.load(query_starts + at + 1, mask=there, other=0) - start
-        context = tl.load(contexts + at, mask=there, other=0)
-        _, units = extent(context, num_queries, WINDOW, BLOCK_N)
-        units *= tl.cdiv(num_queries * GROUP, BLOCK_M)  # 0 without queries
-        units = tl.where(num_queries <= MAX_QUERIES, units, 0)
-        tiles = tl.where(num_queries > MAX_QUERIES, tl.cdiv(num_queries * GROUP, PREFILL_BLOCK_M), 0)
+        num_queries, context = _queries_and_context(query_starts, contexts, at, num_sequences)
+        rows = num_queries * GROUP
+        _, blocks = extent(context, num_queries, WINDOW, EXTENDED_BLOCK_N)
+        is_decoded = num_queries <= MAX_QUERIES
+        is_extended = (num_queries > MAX_QUERIES) & (num_queries <= MAX_EXTENDED) & (blocks * 2 > share * 3)
+        extended = tl.where(is_extended, blocks * tl.cdiv(rows, EXTENDED_BLOCK_M), 0)
+        _, blocks = extent(context, num_queries, WINDOW, BLOCK_N)
+        units = tl.where(is_decoded, blocks * tl.cdiv(rows, BLOCK_M), 0)  # 0 without queries
+        tiles = tl.where(is_decoded | is_extended, 0, tl.cdiv(rows, PREFILL_BLOCK_M))
         tl.store(unit_starts + 1 + at, units_before + tl.cumsum(units, axis=0), mask=there)
+        tl.store(extended_starts + 1 + at, extended_before + tl.cumsum(extended, axis=0), mask=there)
         tl.store(tile_starts + 1 + at, tiles_before + tl.cumsum(tiles, axis=0), mask=there)
         units_before += tl.sum(units, axis=0)
+        extended_before += tl.sum(extended, axis=0)
         tiles_before += tl.sum(tiles, axis=0)
 
 
 @functools.cache
 def plan_variant(shape: DecodeShape) -> KernelVariant:
     """The variant for layers of a shape."""
-    names = ("query_starts", "contexts", "unit_starts", "tile_starts")
+    names = ("query_starts", "contexts", "unit_starts", "extended_starts", "tile_starts")
+    extended = shape.extended or shape
     return KernelVariant(
         plan_kernel,
-        {**dict.fromkeys(names, torch.int32), "num_sequences": "i32"},
+        {**dict.fromkeys(names, torch.int32), **dict.fromkeys(PLAN_NUMBERS, "i32")},
         {
+            "NUM_KV_HEADS": shape.attention.num_kv_heads,
             "GROUP": shape.attention.group,
             "WINDOW": shape.attention.window_constant,
             "MAX_QUERIES": shape.max_queries,
+            "MAX_EXTENDED": extended.max_queries,
             "BLOCK_M": shape.tiles.block_m,
             "BLOCK_N": shape.tiles.block_n,
+            "EXTENDED_BLOCK_M": extended.tiles.block_m,
+            "EXTENDED_BLOCK_N": extended.tiles.block_n,
             "PREFILL_BLOCK_M": prefill_tiles(shape.attention).block_m,
         },
         num_warps=4,
     )
 
 
-def plan_attention(shape: DecodeShape, batch: RaggedRows, starts: WorkStarts) -> None:
+def plan_attention(shape: DecodeShape, batch: RaggedRows, starts: WorkStarts, num_multiprocessors: int) -> None:
     """Divides a step's work and writes ``starts``. Called once per step for all layers of the same shape."""
     starts.check(batch.num_sequences)
     plan_variant(shape).launch(
-        (1,), batch.query_starts, batch.contexts, starts.units, starts.tiles, batch.num_sequences
+        (1,),
+        batch.query_starts,
+        batch.contexts,
+        starts.units,
+        starts.extended,
+        starts.tiles,
+        batch.num_sequences,
+        num_multiprocessors,
     )

@@ -1,9 +1,9 @@
 """Linears that the CUDA backend computes with its own kernels: 8-bit or 4-bit weights, quantised at load or by the
-checkpoint, and float weights if a step has one token or if a token's bits must not depend on the batch. All others use
+checkpoint, and float weights if a step has few tokens or if a token's bits must not depend on the batch. All others use
 torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from penstock.kernels.cuda.quantized.weights import (
     pack_bytes,
     pack_int4,
 )
+from penstock.kernels.cuda.skinny_gemm import BUCKETS, MAX_TOKENS, SkinnyWorkspace, skinny_gemm
 from penstock.models.backends.torch_common.weights import DenseLinear, Linear
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.checkpoint.quantization.reader import QuantizationError, read_matrix
@@ -46,8 +47,11 @@ class CudaLinears:
         self._device = device
         self._deterministic = deterministic
         self._made: list[QuantizedWeight] = []
+        self._skinny: set[tuple[int, int]] = set()
+        """The shapes of float weights."""
         self._dtype = torch.float32
         self._room: GemmWorkspace | None = None
+        self._skinny_room: SkinnyWorkspace | None = None
 
     def make(
         self, stored: tuple[str, ...], weight: Callable[[], Tensor], bias: Tensor | None, *, may_quantize: bool
@@ -62,7 +66,10 @@ class CudaLinears:
             made = keep_floats(weight())
         if made is None:
             whole = weight()
-            return OneTokenLinear(whole, bias) if has_aligned_rows(whole) else DenseLinear(whole, bias)
+            if not has_aligned_rows(whole):
+                return DenseLinear(whole, bias)
+            self._skinny.add((len(whole), whole.shape[1]))
+            return SkinnyLinear(whole, bias, owner=self)
         self._made.append(made)
         return CudaLinear(made, None if bias is None else bias.float(), self)
 
@@ -101,13 +108,17 @@ class CudaLinears:
         layouts = [weight.layout for weight in self._made]
         self._dtype = dtype
         self._room = GemmWorkspace.allocate(layouts, dtype, max_tokens, self._device, deterministic=self._deterministic)
+        self._skinny_room = SkinnyWorkspace.allocate(self._skinny, self._device)
 
     def changes(self) -> list[int]:
-        return [
+        """Returns the numbers of tokens from which other kernels compute some product."""
+        of_quantized = {
             number
             for layout in {weight.layout for weight in self._made}
             for number in changes(layout, self._dtype, deterministic=self._deterministic)
-        ]
+        }
+        of_floats = {2, *(bucket + 1 for bucket in BUCKETS)} if self._skinny else set()
+        return sorted(of_quantized | of_floats)
 
     @property
     def room(self) -> GemmWorkspace:
@@ -115,26 +126,37 @@ class CudaLinears:
         assert self._room is not None
         return self._room
 
+    @property
+    def skinny_room(self) -> SkinnyWorkspace:
+        """The room that the products of few tokens use in turn."""
+        assert self._skinny_room is not None
+        return self._skinny_room
 
-class OneTokenLinear(DenseLinear):
-    """A linear with a float weight, whose product with one token is a kernel of its own."""
+
+@dataclass(frozen=True, eq=False)
+class SkinnyLinear(DenseLinear):
+    """A linear with a float weight, whose products with few tokens have kernels of their own."""
+
+    owner: CudaLinears = field(kw_only=True)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, K) -> (T, N)."""
-        if not self.computes(x):
-            return super().__call__(x)
-        out = x.new_empty(1, len(self.weight))
-        gemv(x, self.weight, out, self.bias)
-        return out
+        return self._product(x, None) if self.computes(x) else super().__call__(x)
 
     def computes(self, x: Tensor) -> bool:
-        """Whether the kernel computes the product with ``x``."""
-        return len(x) == 1 and is_aligned(x)
+        """Whether the kernels compute the product with ``x``."""
+        return len(x) <= (MAX_TOKENS if x.dtype.itemsize == 2 else 1) and is_aligned(x)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
-        """(1, K) -> (1, N / 2): activation(gate) * up, for the rows of gate and up. ``computes(x)`` must hold."""
-        out = x.new_empty(1, len(self.weight) // 2)
-        gemv(x, self.weight, out, self.bias, activation)
+        """(T, K) -> (T, N / 2): activation(gate) * up, for the rows of gate and up. ``computes(x)`` must hold."""
+        return self._product(x, activation)
+
+    def _product(self, x: Tensor, activation: str | None) -> Tensor:
+        out = x.new_empty(len(x), len(self.weight) // (1 if activation is None else 2))
+        if len(x) == 1:
+            gemv(x, self.weight, out, self.bias, activation)
+        else:
+            skinny_gemm(x, self.weight, out, self.owner.skinny_room, self.bias, activation)
         return out
 
 

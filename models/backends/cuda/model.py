@@ -26,7 +26,7 @@ from penstock.kernels.reference.ops import rotate, soft_cap
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import NormKind, NoRope, QkNorm, Scoring
-from penstock.models.backends.cuda.linear import CudaLinears, OneTokenLinear
+from penstock.models.backends.cuda.linear import CudaLinears, SkinnyLinear
 from penstock.models.backends.tensor_parallel import TensorParallel
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
 from penstock.models.backends.torch_common.rope_tables import cos_sin_tables, query_scales
@@ -45,8 +45,8 @@ from penstock.models.backends.torch_common.weights import (
     unchanged,
 )
 
-INTERPRETED_PROGRAMS = 2
-"""The number of programs that attention is divided over if there are no multiprocessors."""
+INTERPRETED_MULTIPROCESSORS = 1
+"""The number of multiprocessors that attention is divided over in the interpreter."""
 
 
 @dataclass(frozen=True)
@@ -182,9 +182,8 @@ class CudaModel:
         planned = {}
         for window, forms in self._attention.items():
             attention = next((form for form in forms if longest <= form.shape.max_queries), forms[-1])
-            end = rows.num_sequences + 1
-            starts = WorkStarts(attention.starts.units[:end], attention.starts.tiles[:end])
-            plan_attention(attention.shape, rows, starts)
+            starts = attention.starts.first(rows.num_sequences)
+            plan_attention(attention.shape, rows, starts, attention.workspace.num_multiprocessors)
             planned[window] = replace(attention, starts=starts)
         return planned
 
@@ -292,7 +291,7 @@ class CudaModel:
         if not self._spec.gated_mlp:
             return mlp(x)
         activation = ACTIVATION_NAMES[self._spec.activation]
-        if isinstance(mlp.gate_up, OneTokenLinear) and mlp.gate_up.computes(x):
+        if isinstance(mlp.gate_up, SkinnyLinear) and mlp.gate_up.computes(x):
             return mlp.down(mlp.gate_up.gated(x, activation))
         gate_up: Tensor = mlp.gate_up(x)
         inner = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
@@ -343,13 +342,13 @@ def _fold_expert_scales(weights: Weights) -> None:
 
 
 def _attention(shape: DecodeShape, max_sequences: int, device: torch.device) -> WindowAttention:
-    programs = INTERPRETED_PROGRAMS
+    multiprocessors = INTERPRETED_MULTIPROCESSORS
     if device.type == "cuda":
-        programs = torch.cuda.get_device_properties(device).multi_processor_count * shape.tiles.programs
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return WindowAttention(
         shape,
         WorkStarts.allocate(max_sequences, device),
-        DecodeWorkspace.allocate(shape, programs, device),
+        DecodeWorkspace.allocate(shape, multiprocessors, device),
     )
 
 

@@ -103,15 +103,16 @@ def sequences(shape: AttentionShape, lengths: list[tuple[int, int]], seed: int =
     return Sequences(shape, lengths, query.to(DEVICE).to(shape.dtype), kv, batch)
 
 
-def computed(step: Sequences, max_queries: int = 1, programs: int = 3) -> Tensor:
+def computed(step: Sequences, max_queries: int = 1, multiprocessors: int = 2) -> Tensor:
     """By the kernels."""
     shape = DecodeShape(step.shape, max_queries)
     num_sequences = step.batch.num_sequences
     starts = WorkStarts.allocate(num_sequences, DEVICE)
-    workspace = DecodeWorkspace.allocate(shape, programs, DEVICE)
-    workspace.mixed.fill_(math.nan)
-    workspace.weights.fill_(math.nan)
-    plan_attention(shape, step.batch, starts)
+    workspace = DecodeWorkspace.allocate(shape, multiprocessors, DEVICE)
+    for room in filter(None, (workspace, workspace.extended)):
+        room.mixed.fill_(math.nan)
+        room.weights.fill_(math.nan)
+    plan_attention(shape, step.batch, starts, multiprocessors)
     out = torch.full_like(step.query, math.nan)
     any_longer = any(n > max_queries for n, _ in step.lengths)
     paged_attention(shape, step.query, step.kv, step.batch, starts, workspace, out, any_longer=any_longer)
@@ -147,9 +148,47 @@ def check(step: Sequences, **options) -> None:
     torch.testing.assert_close(got.float(), wanted, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("programs", [1, 3, 7])
-def test_decoding_is_divided_over_any_number_of_programs(programs):
-    check(sequences(SMALL, [(1, 200), (1, 1), (1, 40), (0, 0), (1, 33)]), programs=programs)
+@pytest.mark.parametrize("multiprocessors", [1, 2, 4])
+def test_decoding_is_divided_over_any_number_of_multiprocessors(multiprocessors):
+    check(sequences(SMALL, [(1, 200), (1, 1), (1, 40), (0, 0), (1, 33)]), multiprocessors=multiprocessors)
+
+
+def extended(step: Sequences, max_queries: int = 1, multiprocessors: int = 8) -> list[bool]:
+    """Which sequences are extended."""
+    starts = WorkStarts.allocate(step.batch.num_sequences, DEVICE)
+    plan_attention(DecodeShape(step.shape, max_queries), step.batch, starts, multiprocessors)
+    units, extended, tiles = (part.diff().bool().tolist() for part in (starts.units, starts.extended, starts.tiles))
+    has_queries = [n > 0 for n, _ in step.lengths]
+    assert [sum(kinds) for kinds in zip(units, extended, tiles, strict=True)] == has_queries
+    return extended
+
+
+def test_few_queries_on_a_long_context_are_extended():
+    """Their tiles would run on a few multiprocessors long after all others have ended."""
+    assert extended(sequences(SMALL, [(1, 400), (20, 400), (0, 0), (20, 20)])) == [False, True, False, False]
+    assert extended(sequences(SMALL, [(40, 400)] * 2 + [(40, 64)]), multiprocessors=16) == [True, True, False]
+    # With enough tiles for all multiprocessors, or with more queries, tiles take less time.
+    assert extended(sequences(SMALL, [(40, 400)] * 8)) == [False] * 8
+    assert extended(sequences(SMALL, [(300, 400)])) == [False]
+    assert extended(sequences(SMALL, [(20, 400)]), multiprocessors=1) == [False]
+    assert extended(sequences(SMALL, [(20, 400)]), max_queries=0) == [False]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_extension_beside_decoding_and_prefill(window):
+    step = sequences(replace(SMALL, window=window), [(5, 70), (20, 300), (1, 130), (0, 0), (24, 30)])
+    assert extended(step, 5, 4)[1]
+    check(step, max_queries=5, multiprocessors=4)
+
+
+@pytest.mark.parametrize("head_dim", [96, 256, 512])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_extension_of_head_sizes(head_dim, fp8):
+    kv_dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
+    shape = replace(SMALL, head_dim=head_dim, dtype=torch.bfloat16, kv_dtype=kv_dtype, num_heads=3, num_kv_heads=1)
+    step = sequences(shape, [(12, 200), (1, 40)], sinks=True)
+    assert extended(step, multiprocessors=4) == [True, False]
+    check(step, multiprocessors=4)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 33])
@@ -163,7 +202,7 @@ def test_verification_beside_decoding_and_prefill():
 
 def test_a_long_verification_has_several_tiles():
     shape = replace(SMALL, num_heads=16)
-    check(sequences(shape, [(8, 90), (1, 40)]), max_queries=8, programs=5)
+    check(sequences(shape, [(8, 90), (1, 40)]), max_queries=8, multiprocessors=3)
 
 
 @pytest.mark.parametrize("window", [1, 20, 64])
@@ -182,7 +221,7 @@ def test_chunks(window):
 def test_soft_cap_and_sinks():
     shape = replace(SMALL, cap=2.0, scale=0.5)
     check(sequences(shape, [(1, 150), (50, 60)], sinks=True))
-    check(sequences(replace(shape, window=20, cap=None), [(1, 150), (50, 60)], sinks=True), programs=2)
+    check(sequences(replace(shape, window=20, cap=None), [(1, 150), (50, 60)], sinks=True), multiprocessors=1)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
@@ -224,7 +263,7 @@ def test_random_batches(seed):
     check(
         sequences(shape, lengths, seed, sinks=chosen.random() < 0.5),
         max_queries=chosen.choice([0, 1, 5]),
-        programs=chosen.choice([2, 5]),
+        multiprocessors=chosen.choice([1, 3, 9]),
     )
 
 
@@ -253,9 +292,10 @@ def test_real_sizes(head_dim, window, fp8, max_queries):
     kv_dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
     shape = AttentionShape(32, 8, head_dim, torch.bfloat16, kv_dtype, head_dim**-0.5, window)
     lengths = [*((1, 1 + 257 * b) for b in range(32)), (5, 4000), (16, 16), (700, 2100), (1500, 1500)]
+    lengths += [(40, 20000), (200, 9000)]
     step = sequences(shape, lengths)
     torch.testing.assert_close(
-        computed(step.poisoned(), max_queries=max_queries, programs=264).float(),
+        computed(step.poisoned(), max_queries=max_queries, multiprocessors=132).float(),
         expected(step),
         atol=2e-2,
         rtol=2e-2,

@@ -257,7 +257,9 @@ def test_a_draft_model_goes_on_and_back_as_on_the_reference_backend(pair, drafte
     samplings = (GREEDY, PENALISED, constrained)
     drafter.attach(table)
     reference.attach(table)
-    table.apply(StepPlan(0, [], [added(n, sampling) for n, sampling in enumerate(samplings)], [], [], []))
+    block_ids = table.apply(StepPlan(0, [], [added(n, sampling) for n, sampling in enumerate(samplings)], [], [], []))
+    for each in (drafter, reference):
+        each.reset_blocks(block_ids)
     rows = [table[number] for number in range(len(samplings))]
     for step in range(4):
         wanted = [Wanted(row, MAX_DRAFTS) for row in rows if step + row.number != 2]

@@ -45,10 +45,9 @@ class Step:
         scales = torch.full((heads,), scale, device=device)
         tokens = sum(queries for queries, _ in lengths)
         query = torch.randn(tokens, attention.num_heads, head_dim, device=device, dtype=attention.dtype)
-        programs = 2
+        multiprocessors = 1
         if device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-            programs = multiprocessors * shape.tiles.programs
         return cls(
             shape,
             lengths,
@@ -66,13 +65,13 @@ class Step:
                 _integers((context for _, context in lengths), device),
             ),
             WorkStarts.allocate(len(lengths), device),
-            DecodeWorkspace.allocate(shape, programs, device),
+            DecodeWorkspace.allocate(shape, multiprocessors, device),
             torch.empty_like(query),
         )
 
     def run(self) -> None:
         """Divides the work and does it."""
-        plan_attention(self.shape, self.batch, self.starts)
+        plan_attention(self.shape, self.batch, self.starts, self.workspace.num_multiprocessors)
         any_longer = any(queries > self.shape.max_queries for queries, _ in self.lengths)
         paged_attention(
             self.shape, self.query, self.kv, self.batch, self.starts, self.workspace, self.out, any_longer=any_longer

@@ -94,6 +94,19 @@ class PrefillFigures:
 
 
 @dataclass(frozen=True)
+class TurnFigures:
+    """The first step of a chat's next turn: a few new tokens of one row, whose context is in pages."""
+
+    model: str
+    context: int
+    tokens: int
+    seconds: float
+    floor_s: float
+    """Weights and KV read once, or the products of the step, whichever takes longer at the ceiling."""
+    share: float
+
+
+@dataclass(frozen=True)
 class HostMemoryFigures:
     """The first token of a prompt whose KV was evicted."""
 
@@ -163,6 +176,7 @@ TABLES: dict[str, type[Any]] = {
     "accuracy": AccuracyFigures,
     "decode": DecodeFigures,
     "prefill": PrefillFigures,
+    "turns": TurnFigures,
     "profile": ProfileFigures,
     "host_memory": HostMemoryFigures,
     "deterministic": DeterministicFigures,
@@ -177,6 +191,7 @@ Figures = (
     | AccuracyFigures
     | DecodeFigures
     | PrefillFigures
+    | TurnFigures
     | HostMemoryFigures
     | DeterministicFigures
     | ProfileFigures

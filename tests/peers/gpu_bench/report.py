@@ -63,6 +63,7 @@ TITLES = {
     "accuracy": "Whole models beside the reference in fp32: log-probabilities of the likeliest tokens",
     "decode": "Steps of decoding",
     "prefill": "Prompts, computed alone",
+    "turns": "The next turn of a chat: a few new tokens on a context that is in pages",
     "profile": "Steps by kernel: the device's time per step",
     "deterministic": "The cost of --deterministic, in steps of decoding",
     "start": "From start to SERVING",
@@ -103,6 +104,14 @@ COLUMNS: dict[str, list[Column]] = {
         ("tokens", _plain("tokens")),
         ("ms", _number("seconds", 1e3)),
         ("TFLOP/s", _number("products_per_s", 1e-12)),
+        ("share", _share("share")),
+    ],
+    "turns": [
+        ("model", _plain("model")),
+        ("context", _plain("context")),
+        ("new tokens", _plain("tokens")),
+        ("ms", _number("seconds", 1e3, 2)),
+        ("floor, ms", _number("floor_s", 1e3, 2)),
         ("share", _share("share")),
     ],
     "profile": [

@@ -123,6 +123,8 @@ class Sizes:
     batches: tuple[int, ...]
     contexts: tuple[int, ...]
     prompts: tuple[int, ...]
+    turns: tuple[int, ...]
+    """New tokens of a chat's next turn, on each context."""
     evicted: int
     """Tokens of a prompt whose KV goes to host memory, in whole blocks."""
     steps: int
@@ -158,6 +160,7 @@ FULL = Sizes(
     batches=(1, 8, 32, 128, 256),
     contexts=(1024, 8192, 32768),
     prompts=(2048, 8192, 32768),
+    turns=(32, 128, 256),
     evicted=8192,
     steps=32,
     profiled=(1, 32, 256),
@@ -210,6 +213,7 @@ TINY = Sizes(
     batches=(2,),
     contexts=(16, 96),
     prompts=(24,),
+    turns=(20,),
     evicted=16,
     steps=2,
     profiled=(2,),

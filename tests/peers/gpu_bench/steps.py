@@ -24,6 +24,7 @@ from gpu_bench.figures import (
     LeftOut,
     PrefillFigures,
     ProfileFigures,
+    TurnFigures,
 )
 from gpu_bench.host_memory import Turns, compare_ways, num_blocks
 from gpu_bench.sizes import Model, Sizes
@@ -73,7 +74,7 @@ class Bench:
                     device=sizes.device,
                     backend="cuda",
                     load_format="dummy",
-                    max_model_len=self._end(max(*sizes.contexts, *sizes.prompts)),
+                    max_model_len=self._end(max(*sizes.contexts, *sizes.prompts) + max(sizes.turns)),
                     max_num_seqs=max(sizes.batches),
                     max_num_batched_tokens=sizes.chunk,
                     kv_cache_bytes=sizes.kv_cache_bytes,
@@ -154,6 +155,18 @@ class Bench:
             self._runner.run(StepPlan(0, [0], [], [], [], []))
         return seconds
 
+    def turn(self, context: int, tokens: int) -> float:
+        """Seconds for the next turn of a chat, the shortest of some: ``tokens`` after a context that is in pages."""
+        end = context + tokens
+        times = []
+        for _ in range(1 + 3 * self.sizes.is_warmed):
+            added = [AddedRow(0, 0, [7] * end, end, context, list(range(self._pages_of(end))), GREEDY)]
+            began = time.perf_counter()
+            self._run([StepPlan(0, [], added, [], [Chunk(0, context, end)], [])])
+            times.append(time.perf_counter() - began)
+            self._runner.run(StepPlan(0, [0], [], [], [], []))
+        return min(times)
+
     def bring_back(self, model: Model) -> HostMemoryFigures:
         """A prompt's KV from host memory."""
         turns = Turns(self._backend, self.sizes.evicted)
@@ -222,7 +235,7 @@ def _between(end: Mark, start: Mark) -> float:
 
 
 def measure(model: Model, sizes: Sizes, ceiling: Ceiling | None) -> Iterator[Figures | LeftOut]:
-    """Prompts, then one that was evicted, then every batch with every context."""
+    """Prompts, turns of a chat, a prompt that was evicted, then every batch with every context."""
     bench, work = Bench(model, sizes, has_host=True), model.work
     rates = ceiling or Ceiling(float("inf"), float("inf"))
     for tokens in sizes.prompts:
@@ -230,9 +243,22 @@ def measure(model: Model, sizes: Sizes, ceiling: Ceiling | None) -> Iterator[Fig
         products = 2.0 * (work.layer_weights * tokens + work.head_weights) + work.attention_operations(tokens**2 / 2)
         rate = products / seconds
         yield PrefillFigures(model.name, tokens, seconds, rate, rate / rates.products_per_s)
+    yield from _turns(bench, model, rates)
     yield bench.bring_back(model)
     yield from _decode(bench, model, rates)
     yield from _profile(bench, model)
+
+
+def _turns(bench: Bench, model: Model, rates: Ceiling) -> Iterator[Figures]:
+    work = model.work
+    for context in bench.sizes.contexts:
+        for tokens in bench.sizes.turns:
+            seconds = bench.turn(context, tokens)
+            read = (model.weight_bytes + (context + tokens) * model.kv_bytes) / rates.copied_bytes_per_s
+            pairs = tokens * (context + tokens / 2)
+            products = 2.0 * (work.layer_weights * tokens + work.head_weights) + work.attention_operations(pairs)
+            floor = max(read, products / rates.products_per_s)
+            yield TurnFigures(model.name, context, tokens, seconds, floor, floor / seconds)
 
 
 def _profile(bench: Bench, model: Model) -> Iterator[Figures]:
