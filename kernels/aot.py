@@ -107,28 +107,38 @@ def float_variants(shape: ModelShape) -> Iterator[KernelVariant]:
 
 def _unquantized_variants(shape: ModelShape) -> Iterator[KernelVariant]:
     """Matrix products with weights that are never quantised."""
-    yield from _float_product(shape, shape.num_logits or shape.vocab_size, shape.hidden_size, is_biased=False)
+    num_logits = shape.num_logits or shape.vocab_size
+    yield from _float_product(shape, num_logits, shape.hidden_size, is_biased=False, max_tokens=shape.max_sampled)
     if shape.experts is not None:
         yield from _float_product(shape, shape.experts.num_experts, shape.hidden_size, shape.experts.biased)
 
 
-def _float_product(shape: ModelShape, rows: int, columns: int, is_biased: bool) -> Iterator[KernelVariant]:
+def _float_product(
+    shape: ModelShape, rows: int, columns: int, is_biased: bool, max_tokens: int | None = None
+) -> Iterator[KernelVariant]:
     """One matrix product: of few tokens, or of any number of tokens if the model is deterministic."""
     if shape.deterministic:
         layout = WeightLayout(Codes(shape.dtype), rows, columns)
         yield from gemm_variants(layout, shape.dtype, shape.max_tokens, deterministic=True, is_biased=is_biased)
     else:
-        yield from _few_tokens_product(shape, rows, columns, is_biased)
+        yield from _few_tokens_product(shape, rows, columns, is_biased, max_tokens=max_tokens)
 
 
 def _few_tokens_product(
-    shape: ModelShape, rows: int, columns: int, is_biased: bool, activation: str | None = None
+    shape: ModelShape,
+    rows: int,
+    columns: int,
+    is_biased: bool,
+    activation: str | None = None,
+    max_tokens: int | None = None,
 ) -> Iterator[KernelVariant]:
-    """The products of one token and of a few; torch computes them if the weight's rows are not aligned."""
+    """The products of one token and of a few, up to ``max_tokens`` (None: those of a step). torch computes them if the
+    weight's rows are not aligned."""
     if columns * shape.dtype.itemsize % ALIGNMENT == 0:
         yield gemv_variant(shape.dtype, columns, activation, is_biased=is_biased)
         if shape.dtype.itemsize == 2:
-            yield from skinny_gemm_variants(shape.dtype, rows, columns, activation, is_biased=is_biased)
+            most = max_tokens or shape.max_tokens
+            yield from skinny_gemm_variants(shape.dtype, rows, columns, most, activation, is_biased=is_biased)
 
 
 def quantized_variants(shape: ModelShape, quantization: str) -> Iterator[KernelVariant]:

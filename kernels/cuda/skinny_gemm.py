@@ -215,10 +215,17 @@ def skinny_gemm_variant(
 
 
 def skinny_gemm_variants(
-    dtype: torch.dtype, rows: int, columns: int, activation: str | None = None, *, is_biased: bool = False
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    max_tokens: int,
+    activation: str | None = None,
+    *,
+    is_biased: bool = False,
 ) -> list[KernelVariant]:
-    """All variants that ``skinny_gemm`` launches for a weight."""
-    tiles = (skinny_tiles(rows, columns, bucket) for bucket in BUCKETS)
+    """All variants that ``skinny_gemm`` launches for a weight and 2 to ``max_tokens`` tokens."""
+    buckets = (bucket for bucket, below in zip(BUCKETS, (1, *BUCKETS), strict=False) if max_tokens > below)
+    tiles = (skinny_tiles(rows, columns, bucket) for bucket in buckets)
     return [skinny_gemm_variant(dtype, rows, columns, form, activation, is_biased=is_biased) for form in tiles]
 
 

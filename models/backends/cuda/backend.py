@@ -113,7 +113,7 @@ class CudaBackend:
             for sequences in {min(MIN_SEQUENCES << n, most) for n in range(12)}:
                 yield Size(sequences, tokens, shape.max_sampled, tokens)
         for number in sorted(wanted):
-            yield Size(1, number, 1, number)
+            yield Size(1, number, min(number, shape.max_sampled), number)
 
     @torch.inference_mode()
     def start_step(self, batch: Batch) -> Finish:

@@ -239,24 +239,27 @@ async def test_preempted_rows_go_on(tiny_model, in_process, start_engine):
 
 
 @pytest.mark.parametrize(
-    ("variant", "quantization", "deterministic"),
+    ("variant", "quantization", "deterministic", "dtype"),
     [
-        ("qwen3", "fp8", False),
-        pytest.param("gemma2", "none", False, marks=pytest.mark.soak),
-        pytest.param("gemma4-inputs", "none", False, marks=pytest.mark.soak),
-        pytest.param("gemma4-inputs", "none", True, marks=pytest.mark.soak),
-        pytest.param("olmo2", "none", False, marks=pytest.mark.soak),
-        pytest.param("llama4", "none", False, marks=pytest.mark.soak),
-        ("llama-tied-biases-head24", "none", True),
+        ("qwen3", "fp8", False, torch.float32),
+        ("llama-tied-biases-head24", "none", False, torch.bfloat16),
+        pytest.param("gemma2", "none", False, torch.float32, marks=pytest.mark.soak),
+        pytest.param("gemma4-inputs", "none", False, torch.float32, marks=pytest.mark.soak),
+        pytest.param("gemma4-inputs", "none", False, torch.bfloat16, marks=pytest.mark.soak),
+        pytest.param("gemma4-inputs", "none", True, torch.float32, marks=pytest.mark.soak),
+        pytest.param("olmo2", "none", False, torch.float32, marks=pytest.mark.soak),
+        pytest.param("llama4", "none", False, torch.bfloat16, marks=pytest.mark.soak),
+        ("llama-tied-biases-head24", "none", True, torch.float32),
     ],
 )
-def test_what_is_warmed_is_what_is_compiled_ahead(variant, quantization, deterministic, tiny_model, load):
+def test_what_is_warmed_is_what_is_compiled_ahead(variant, quantization, deterministic, dtype, tiny_model, load):
     """The list that a test compiles for Hopper is the one that a service launches, no more and no less."""
-    load(variant, quantization=quantization, deterministic=deterministic)
+    name = str(dtype).removeprefix("torch.")
+    load(variant, quantization=quantization, deterministic=deterministic, dtype=name)
     warmed = launches.warmed
     spec = check_checkpoint(tiny_model(variant).path).spec
     shape = shape_of(
-        spec, torch.float32, torch.float32, spec.vocab_size, MAX_MODEL_LEN, MAX_NUM_SEQS, 2048,
+        spec, dtype, dtype, spec.vocab_size, MAX_MODEL_LEN, MAX_NUM_SEQS, 2048,
         deterministic=deterministic, max_drafts=MAX_PREDICTED_DRAFTS,
     )  # fmt: skip
     products = float_variants(shape) if quantization == "none" else quantized_variants(shape, quantization)
