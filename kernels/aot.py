@@ -19,7 +19,7 @@ from triton import JITFunction, knobs
 from penstock.kernels.cuda.accept_drafts import accept_variant
 from penstock.kernels.cuda.activation import gated_activation_variant
 from penstock.kernels.cuda.attention.paged import attention_variants
-from penstock.kernels.cuda.core.launch import ALIGNMENT, TYPES, KernelVariant
+from penstock.kernels.cuda.core.launch import ALIGNMENT, FP8_CAPABILITY, TYPES, KernelVariant
 from penstock.kernels.cuda.gemv import gemv_variant
 from penstock.kernels.cuda.model_shapes import SHAPES, ModelShape
 from penstock.kernels.cuda.moe.fused_moe import fused_moe_variants
@@ -33,7 +33,7 @@ from penstock.kernels.cuda.sampling.sample import sampling_variants
 from penstock.kernels.cuda.skinny_gemm import skinny_gemm_variants
 from penstock.kernels.cuda.step import MIN_SEQUENCES, commit_variant, prepare_variant
 
-MAX_SHARED_BYTES = {89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+MAX_SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """The limit for one program, by compute capability."""
 
 QUANTIZED: dict[str, dict[str, Any]] = {
@@ -186,9 +186,17 @@ def describe(variant: KernelVariant) -> str:
     return f"{variant.kernel.fn.__name__} {','.join(types)} {' '.join(constants)} {sizes}"
 
 
+def runs_on(variant: KernelVariant, capability: int) -> bool:
+    """Whether GPUs of a compute capability have the types of a variant."""
+    return capability >= FP8_CAPABILITY or torch.float8_e4m3fn not in variant.arguments.values()
+
+
 def measure(variant: KernelVariant, capability: int) -> KernelResources:
-    """Compiles the variant and reads the figures from the machine code."""
+    """Compiles the variant, with as many of its stages as fit, and reads the figures from the machine code."""
     compiled = variant.compile(capability)
+    while compiled.metadata.shared > MAX_SHARED_BYTES[capability] and variant.num_stages > 1:
+        variant = replace(variant, num_stages=variant.num_stages - 1)
+        compiled = variant.compile(capability)
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
@@ -211,7 +219,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Exits with status 1 if a variant needs more shared memory than the GPU has."""
     parser = argparse.ArgumentParser(prog="python -m penstock.kernels.aot", description=__doc__)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"one of {', '.join(SHAPES)} (default: all)")
-    parser.add_argument("--capability", type=int, default=90, choices=sorted(MAX_SHARED_BYTES), help="90: Hopper")
+    parser.add_argument(
+        "--capability", type=int, default=90, choices=sorted(MAX_SHARED_BYTES), help="90 (default): Hopper"
+    )
     parser.add_argument("--quantization", choices=QUANTIZED, help="compile only the products with weights of this kind")
     options = parser.parse_args(arguments)
     unknown = [model for model in options.models if model not in SHAPES]
@@ -224,6 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         products = chain.from_iterable(quantized_variants(shape, options.quantization) for shape in shapes)
         compiled = list({describe(variant): variant for variant in products}.values())
+    compiled = [variant for variant in compiled if runs_on(variant, options.capability)]
     sys.stdout.write(f"{'shared':>7} {'registers':>9} {'spilled':>7}  of {limit} bytes of shared memory\n")
     too_large = []
     settle_keys(compiled)

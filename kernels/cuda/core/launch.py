@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.runtime.errors import OutOfResources
 
 from penstock.kernels.cuda.core.interpreter import patch_language_once
 
@@ -25,8 +26,12 @@ logger = logging.getLogger(__name__)
 ALIGNMENT = 16
 """The alignment of pointers, in bytes."""
 
+MIN_CAPABILITY = 80
+"""The first compute capability that kernels compile for: Ampere."""
+FP8_CAPABILITY = 89
+"""The first with products and conversions of fp8."""
 PDL_CAPABILITY = 90
-"""The first compute capability with programmatic dependent launch."""
+"""The first with programmatic dependent launch."""
 
 TYPES = {
     torch.float64: "fp64",
@@ -56,6 +61,7 @@ class KernelVariant:
     constants: Mapping[str, object]
     num_warps: int = 4
     num_stages: int = 2
+    """For Hopper. A GPU with less shared memory gets as many as fit."""
 
     def launch(
         self, grid: tuple[int, ...], *values: Tensor | int | float | None, **named: Tensor | int | float | None
@@ -73,7 +79,13 @@ class KernelVariant:
                 assert value.data_ptr() % ALIGNMENT == 0, name
             assert (value is None) == (wanted is None), name
         launches.note(self)
-        self.kernel[grid](**named, **self._settings)
+        try:
+            self.kernel[grid](**named, **self._settings)
+        except OutOfResources:  # at the first launch, which is in the warm-up
+            if self._settings["num_stages"] == 1:
+                raise
+            self._settings["num_stages"] -= 1
+            self.launch(grid, **named)
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
@@ -122,10 +134,10 @@ def is_aligned(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
 
 
-def shared_bytes(device: torch.device) -> int:
-    """The shared memory available to a program on a GPU, in bytes."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+def capability_of(device: torch.device) -> int:
+    """The compute capability of a GPU, such as 90 for Hopper."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 class Launches:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cuda.attention.common import MAX_HEAD_DIM, MIN_HEAD_DIM, PAGE_SLOTS, RaggedRows
-from penstock.kernels.cuda.core.launch import interpreted, launches, shared_bytes
+from penstock.kernels.cuda.core.launch import FP8_CAPABILITY, MIN_CAPABILITY, capability_of, interpreted, launches
 from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.sampling.tensors import MAX_VOCAB
 from penstock.kernels.cuda.step import MIN_SEQUENCES, commit, prepare
@@ -42,8 +42,6 @@ from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, WorkerConfig, W
 
 logger = logging.getLogger(__name__)
 
-SHARED_BYTES = 227 << 10
-"""The shared memory per program that the tile sizes assume."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KV_DTYPES = {"fp8": torch.float8_e4m3fn}
 """The dtypes of the KV cache besides that of the activations."""
@@ -194,13 +192,8 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
     spec = info.spec
     if not config.device.startswith("cuda") and not interpreted():
         return f"--device is {config.device}, and this backend is for GPUs: give --device cuda, or leave --backend out"
-    if config.device.startswith("cuda"):
-        shared = shared_bytes(torch_device(config.device))
-        if shared < SHARED_BYTES:
-            return (
-                f"its kernels need GPUs like Hopper, with {SHARED_BYTES} bytes of shared memory per program, and this "
-                f"one has {shared}"
-            )
+    if config.device.startswith("cuda") and (reason := _unsupported_gpu(config, info)):
+        return reason
     dtype = _dtype_name(config, info)
     if dtype not in DTYPES:
         return f"--dtype is {config.dtype}, here {dtype}, and this backend has {', '.join(DTYPES)}: give one of them"
@@ -217,6 +210,29 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
     if config.kv_cache_dtype not in ("auto", *KV_DTYPES):
         return f"--kv-cache-dtype {config.kv_cache_dtype}: is for the CPU backend: give fp8, or leave it out"
     return None
+
+
+def _unsupported_gpu(config: WorkerConfig, info: CheckpointInfo) -> str | None:
+    capability = capability_of(torch_device(config.device))
+    if capability < MIN_CAPABILITY:
+        return (
+            f"its kernels need a GPU of compute capability {_version(MIN_CAPABILITY)} (Ampere) or later, and this one "
+            f"has {_version(capability)}"
+        )
+    if capability >= FP8_CAPABILITY:
+        return None
+    needs = f"needs a GPU of compute capability {_version(FP8_CAPABILITY)} (Ada) or later, and this one has "
+    if config.kv_cache_dtype == "fp8":
+        return f"--kv-cache-dtype fp8 {needs}{_version(capability)}: leave it out"
+    if info.at_load(config.quantization) == "fp8":
+        return f"--quantization fp8 {needs}{_version(capability)}: give int8 or int4"
+    if any(linear.scheme.is_float and linear.scheme.bits == 8 for linear in info.quantized.values()):
+        return f"the checkpoint is quantised to fp8, which {needs}{_version(capability)}"
+    return None
+
+
+def _version(capability: int) -> str:
+    return f"{capability // 10}.{capability % 10}"
 
 
 def _dtype_name(config: WorkerConfig, info: CheckpointInfo) -> str:

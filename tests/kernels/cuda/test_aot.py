@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from penstock.kernels import aot as ahead
-from penstock.kernels.aot import KernelResources, variants, wanted
+from penstock.kernels.aot import MAX_SHARED_BYTES, QUANTIZED, KernelResources, variants, wanted
+from penstock.kernels.cuda.core.launch import FP8_CAPABILITY
 from penstock.kernels.cuda.model_shapes import SHAPES
 
 HOPPER_SHARED_BYTES = 227 * 1024
@@ -100,6 +101,20 @@ def test_every_variant_compiles_for_hopper(models: tuple[str, ...], folder: Path
         assert 0 < registers <= 255, name
         is_fp8_decoding = name.startswith("decode_kernel") and "fp8e4nv" in name
         assert spilled <= (MAX_SPILLED_BYTES_FP8 if is_fp8_decoding else MAX_SPILLED_BYTES), name
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("quantization", [None, *QUANTIZED])
+@pytest.mark.parametrize("capability", sorted(MAX_SHARED_BYTES))
+def test_every_variant_compiles_for_other_gpus(capability: int, quantization: str | None, folder: Path) -> None:
+    """With fewer stages, if the GPU has less shared memory than Hopper."""
+    arguments = ["--quantization", quantization, "Llama-3.1-8B"] if quantization else []
+    printed = run(folder, "-m", "penstock.kernels.aot", "--capability", str(capability), *arguments)
+    heading, *lines = printed.splitlines()
+    assert str(MAX_SHARED_BYTES[capability]) in heading
+    has_none = quantization is not None and quantization.startswith("fp8") and capability < FP8_CAPABILITY
+    assert bool(lines) != has_none
 
 
 def test_attention_reads_blocks_while_others_are_computed_and_computes_all_alike(folder: Path) -> None:

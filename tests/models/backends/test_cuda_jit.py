@@ -1,0 +1,139 @@
+"""The backend for GPUs on Triton's compiler, with a driver that launches nothing: GPUs of other kinds, kernels that are
+compiled late, and the number of launches."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.models.checkpoint.checkpoint import check_checkpoint
+
+if not find_spec("triton"):
+    pytest.skip("needs Triton, which has wheels only for Linux", allow_module_level=True)
+
+from penstock.models.backends.cuda import backend
+
+SUPPORT = Path(__file__).parents[2] / "support"
+ADA = "89", str(99 << 10)
+
+# What a service does: it starts, and runs steps of all kinds. The steps of decoding are counted last.
+STEPS = """
+import json, sys
+from fake_gpu import FakeGpu
+gpu = FakeGpu(int(sys.argv[1]), int(sys.argv[2]))
+gpu.install()
+from penstock.kernels.cuda.core.launch import launches
+from penstock.models.backends.base import load_backend
+from penstock.models.backends.cuda import backend
+from penstock.models.worker.runner import Runner
+from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
+from penstock.scheduler.worker_config import WorkerConfig
+
+backend.unsupported_reason = lambda config, info: None  # there is no GPU to ask
+runner = Runner(load_backend(WorkerConfig(
+    model=sys.argv[3], backend="cuda", device="cpu", dtype="bfloat16", max_num_seqs=4, max_model_len=64,
+)))
+samplings = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8, seed=1, top_k=5, top_p=0.9, min_p=0.1, logprobs=3),
+    SamplingParams(repetition_penalty=1.2, presence_penalty=0.5, bad_words=((1, 2),), logit_bias=((3, 1.0),)),
+    SamplingParams(prompt_logprobs=2),
+]
+rows = [
+    AddedRow(n, 0, [3] * length, length, 0, list(range(4 * n, 4 * n + 4)), sampling)
+    for n, (length, sampling) in enumerate(zip((1, 5, 20, 33), samplings))
+]
+prompts = [Chunk(row.row, 0, len(row.token_ids)) for row in rows]
+for row, prompt in zip(rows, prompts):
+    runner.run(StepPlan(0, [], [row], [], [prompt], []))
+runner.run(StepPlan(0, [0, 1, 2, 3], [], [], [], []))
+runner.run(StepPlan(0, [], rows, [], prompts, []))
+for count in (1, 2, 3, 4):
+    gpu.launched.clear()
+    runner.run(StepPlan(0, [], [], [], [], [Decode(n, 1) for n in range(count)]))
+stages = [variant.num_stages - variant._settings["num_stages"] for variant in launches.warmed]
+print(json.dumps([launches.late, gpu.launched, max(stages)]))
+"""
+
+
+def run(folder: Path, *arguments: str) -> Any:
+    """What the steps print. Nothing is in Triton's cache."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(SUPPORT)}
+    command = [sys.executable, "-P", "-c", STEPS, *arguments]
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(600)
+def test_a_gpu_with_less_shared_memory_runs_all_that_hopper_runs(tiny_model, tmp_path):
+    model = tiny_model("llama-tied-biases-head24")
+    late, launched, dropped_stages = run(tmp_path, *ADA, str(model.path))
+    assert late == 0, "a kernel was compiled after the warm-up"
+    assert dropped_stages > 0, "all kernels fit: this tests nothing"
+    layers = model.module.config.num_hidden_layers
+    counts = Counter(launched)
+    per_layer = {"skinny_gemm_kernel": 4, "_rope_kv": 1, "decode_kernel": 1, "merge_kernel": 1, "_add_rms_norm": 2}
+    for name, count in per_layer.items():
+        of_head = 1 if name == "skinny_gemm_kernel" else 0
+        assert counts[name] == count * layers + of_head, name
+    assert len(launched) <= sum(per_layer.values()) * layers + 20
+
+
+@pytest.fixture
+def gpu_of(monkeypatch):
+    """Pretends that there is a GPU of a compute capability."""
+
+    def pretend(capability: int) -> None:
+        monkeypatch.setattr(backend, "torch_device", torch.device)
+        monkeypatch.setattr(backend, "capability_of", lambda device: capability)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("capability", "config", "reason"),
+    [
+        (75, {}, "kernels need a GPU of compute capability 8.0"),
+        (80, {"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 .* has 8.0: leave"),
+        (86, {"quantization": "fp8"}, "--quantization fp8 needs .* has 8.6: give int8 or int4"),
+        (80, {"quantization": "int8"}, None),
+        (80, {}, None),
+        (89, {"kv_cache_dtype": "fp8"}, None),
+        (120, {"kv_cache_dtype": "fp8", "quantization": "fp8"}, None),
+    ],
+)
+def test_gpus_that_lack_something_are_refused_by_name(capability, config, reason, tiny_model, worker_config, gpu_of):
+    path = tiny_model("qwen3").path
+    gpu_of(capability)
+    given = worker_config(path, device="cuda", backend="cuda", **config)
+    told = backend.unsupported_reason(given, check_checkpoint(path))
+    if reason is None:
+        assert told is None
+    else:
+        assert re.search(reason, told)
+
+
+def test_fp8_checkpoints_need_a_gpu_that_has_fp8(tiny_model, worker_config, gpu_of):
+    path = tiny_model("qwen3").path
+    info = check_checkpoint(path)
+    linear = SimpleNamespace(scheme=SimpleNamespace(is_float=True, bits=8))
+    gpu_of(86)
+    told = backend.unsupported_reason(
+        worker_config(path, device="cuda", backend="cuda"), replace(info, quantized={"layer": linear})
+    )
+    assert told == (
+        "the checkpoint is quantised to fp8, which needs a GPU of compute capability 8.9 (Ada) or later, and this one "
+        "has 8.6"
+    )
