@@ -61,7 +61,7 @@ def report(workload: str, rows: Sequence[Row]) -> None:
         ours, rivals = (row.by_turn("tokens_per_s") for row in rows)
         ratios = sorted(ours[turn] / rivals[turn] for turn in ours.keys() & rivals.keys())
         ratio = rows[0].median("tokens_per_s") / rows[1].median("tokens_per_s")
-        print(f"{workload}  {ratio:.2f} times {rows[1].engine.name}; by turns {ratios[0]:.2f} to {ratios[-1]:.2f}")
+        print(f"{workload}  {ratio:.2f} times {rows[1].engine.name}; in a turn {ratios[0]:.2f} to {ratios[-1]:.2f}")
 
 
 if __name__ == "__main__":

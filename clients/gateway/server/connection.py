@@ -10,7 +10,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from penstock.clients.gateway.server.connection_places import ConnectionPlaces
 from penstock.clients.gateway.server.http_parser import RequestParser
-from penstock.clients.gateway.server.paced_body import WritePacer, with_paced_body
+from penstock.clients.gateway.server.paced_body import BodyPacer, with_paced_body
 from penstock.clients.gateway.traffic import CALLER
 
 _MAX_HEAD_BYTES = 64 << 10
@@ -33,7 +33,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
     """Whether data after the running request is discarded: it was pipelined, and the client sends it again."""
 
     def __init__(
-        self, *, places: ConnectionPlaces, pacer: WritePacer, head_s: float, write_timeout_s: float, **given: Any
+        self, *, places: ConnectionPlaces, pacer: BodyPacer, head_s: float, write_timeout_s: float, **given: Any
     ) -> None:
         super().__init__(**given)
         self._places = places

@@ -8,12 +8,12 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from penstock.clients.gateway.responses.http_response import BODY_WRITER
 
 PAUSE_S = 0.0002
-"""The pause after each write. A write costs a tenth of that, mostly for its system call, and its CPU time may be
-missing in the model's worker. So fewer, larger writes of many fast streams make all of them faster. Streams that are
-slower than this get each token at once."""
+"""The pause for each written body. A write costs about a twentieth of that, mostly for its system call, and the model's
+worker may share the cores. Tokens that arrive in a pause wait for its end. With one stream, or with steps that take
+longer than the pause, each token is written at once."""
 
 
-class WritePacer:
+class BodyPacer:
     """Flushes bodies in turns of the event loop that are far enough apart. For the event loop's thread only."""
 
     def __init__(self, pause_s: float = PAUSE_S) -> None:
@@ -42,10 +42,11 @@ class WritePacer:
 class PacedBody:
     """The body of one response; see ``BodyWriter``."""
 
-    def __init__(self, cycle: RequestResponseCycle, pacer: WritePacer) -> None:
+    def __init__(self, cycle: RequestResponseCycle, pacer: BodyPacer) -> None:
         self._cycle = cycle
         self._pacer = pacer
         self._parts: list[bytes] = []
+        self._has_begun = False
 
     @property
     def is_ready(self) -> bool:
@@ -54,19 +55,22 @@ class PacedBody:
         return bool(is_open) and not cycle.flow.write_paused
 
     def write(self, data: bytes) -> None:
-        if not self._parts:
-            self._pacer.flush_later(self)
         self._parts.append(data)
+        if not self._has_begun:
+            self._has_begun = True
+            self.flush()  # the first token never waits
+        elif len(self._parts) == 1:
+            self._pacer.flush_later(self)
 
     def flush(self) -> None:
         """Writes what waits, as one chunk, in the way of uvicorn's ``send``."""
         parts, self._parts = self._parts, []
-        if parts and not self._cycle.disconnected:
+        if parts and not self._cycle.transport.is_closing():
             data = b"".join(parts)
             self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
-def with_paced_body(app: ASGIApp, cycle: RequestResponseCycle, pacer: WritePacer) -> ASGIApp:
+def with_paced_body(app: ASGIApp, cycle: RequestResponseCycle, pacer: BodyPacer) -> ASGIApp:
     """Wraps the app, so that it can write to a ``PacedBody`` as well as send."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

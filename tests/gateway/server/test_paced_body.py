@@ -8,7 +8,7 @@ import pytest
 from waiting import until
 
 from penstock.clients.gateway.responses.http_response import BODY_WRITER
-from penstock.clients.gateway.server.paced_body import PacedBody, WritePacer, with_paced_body
+from penstock.clients.gateway.server.paced_body import BodyPacer, PacedBody, with_paced_body
 
 
 class Connection:
@@ -16,14 +16,18 @@ class Connection:
 
     def __init__(self):
         self.written: list[bytes] = []
-        self.transport = SimpleNamespace(write=self.written.append)
+        self.response_complete = self.disconnected = False
+        self.transport = SimpleNamespace(write=self.written.append, is_closing=lambda: self.disconnected)
         self.flow = SimpleNamespace(write_paused=False)
         self.chunked_encoding: bool | None = True
-        self.response_complete = self.disconnected = False
 
-    def body(self, pacer):
+    def body(self, pacer, *, has_begun=True):
         cycle: Any = self
-        return PacedBody(cycle, pacer)
+        body = PacedBody(cycle, pacer)
+        if has_begun:
+            body.write(b"first")
+            self.written.clear()
+        return body
 
     async def run(self, app):
         cycle: Any = self
@@ -33,7 +37,7 @@ class Connection:
             self.written.append(message["body"])
 
         receive: Any = None
-        await with_paced_body(app, cycle, WritePacer())(scope, receive, send)
+        await with_paced_body(app, cycle, BodyPacer())(scope, receive, send)
         assert BODY_WRITER not in scope
 
 
@@ -42,8 +46,16 @@ def connection():
     return Connection()
 
 
+async def test_the_first_part_is_written_at_once(connection):
+    body = connection.body(BodyPacer(), has_begun=False)
+    body.write(b"a")
+    assert connection.written == [b"1\r\na\r\n"]
+    body.write(b"b")
+    assert len(connection.written) == 1
+
+
 async def test_the_parts_of_a_turn_are_one_write(connection):
-    body = connection.body(WritePacer())
+    body = connection.body(BodyPacer())
     for data in (b"a", b"b" * 15):
         body.write(data)
     assert not connection.written
@@ -53,7 +65,7 @@ async def test_the_parts_of_a_turn_are_one_write(connection):
 
 async def test_after_a_write_there_is_a_pause(connection):
     other = Connection()
-    pacer = WritePacer(pause_s=3600)
+    pacer = BodyPacer(pause_s=3600)
     first, second = connection.body(pacer), other.body(pacer)
     first.write(b"a")
     second.write(b"b")
@@ -68,7 +80,7 @@ async def test_after_a_write_there_is_a_pause(connection):
 
 
 async def test_parts_that_wait_for_the_pause_are_written_after_it(connection):
-    body = connection.body(WritePacer(pause_s=0.01))
+    body = connection.body(BodyPacer(pause_s=0.01))
     for data in (b"a", b"b"):
         body.write(data)
         await until(lambda data=data: any(data in part for part in connection.written))
@@ -96,15 +108,15 @@ async def test_parts_are_written_before_a_connection_is_cut(connection):
 
 
 async def test_nothing_is_written_to_a_lost_connection(connection):
-    body = connection.body(WritePacer())
+    body = connection.body(BodyPacer())
     body.write(b"a")
     connection.disconnected = True
     body.flush()
     assert not connection.written
 
 
-def test_parts_are_for_open_chunked_bodies_of_clients_that_read(connection):
-    body = connection.body(WritePacer())
+async def test_parts_are_for_open_chunked_bodies_of_clients_that_read(connection):
+    body = connection.body(BodyPacer())
     assert body.is_ready
     for owner, name, value in (
         (connection, "chunked_encoding", None),  # it has not begun
