@@ -132,6 +132,11 @@ class Delta:
     reasoning: str = ""
     tool_calls: list[ToolCallPart] = field(default_factory=list)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it adds only text and tokens."""
+        return self.logprobs is None and self.end is None and not self.reasoning and not self.tool_calls
+
     @classmethod
     def from_proto(cls, message: pb.Delta) -> "Delta":
         return cls(

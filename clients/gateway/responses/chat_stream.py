@@ -75,6 +75,12 @@ class ChatReader:
         known = await self._caller.describe(stops) if stops else {}
         return [self._read(delta, known) for delta in deltas]
 
+    def skip_text(self, delta: Delta) -> None:
+        """Advances past a delta that has only text, instead of ``read``."""
+        choice = self._choices[delta.choice]
+        choice.content_length += len(delta.text)
+        choice.is_in_reasoning = False
+
     def _read(self, delta: Delta, known: Mapping[int, TokenDescription]) -> Part:
         choice = self._choices[delta.choice]
         part = Part(

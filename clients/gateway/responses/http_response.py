@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 import penstock.v1 as pb
 from penstock.clients.errors import RequestFailed
+from penstock.clients.events import Event
 from penstock.clients.gateway.errors import GatewayError, as_gateway_error
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.requests.resumption import TICKET_HEADER, shown_ticket
@@ -33,6 +34,19 @@ event."""
 _LINE_ENDS = ((b"\xe2\x80\xa8", rb"\u2028"), (b"\xe2\x80\xa9", rb"\u2029"), (b"\xc2\x85", rb"\u0085"))
 """Characters that JSON allows unescaped and that some clients treat as line ends: U+2028, U+2029 and U+0085."""
 _encode = msgspec.json.encode
+BODY_WRITER = "penstock.body_writer"
+"""The key in a request's scope for the server's ``BodyWriter``; other servers have none."""
+
+
+class BodyWriter(Protocol):
+    """Writes parts of a response's body without ASGI's ``send``, whose coroutines cost more than the system call."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether parts may be written: the response has begun, and the client reads it."""
+
+    def write(self, data: bytes) -> None:
+        """Writes a part, soon and before whatever is sent later. Only while ``is_ready``."""
 
 
 class Whole(Protocol):
@@ -56,6 +70,11 @@ class AnswerWriter(Protocol):
 
     async def add_arrivals(self, arrivals: Sequence[Arrival]) -> list[Json]:
         """Returns the chunks of new events. Raises RequestFailed."""
+
+    def text_event(self, index: int, event: Event) -> bytes | None:
+        """Returns the chunk of an event that adds only text, formatted as by ``as_event``, if the writer has a template
+        for it. None, without any effect, if ``add_arrivals`` must handle the event."""
+        return None
 
     def end(self) -> list[Json]:
         """Returns the chunks after the last event of a successful request."""
@@ -104,7 +123,7 @@ class StreamingOrWholeResponse(Response):
             self._caller.keep_of_body(self._writer.num_kept_bytes)
             if self._stream:
                 has_begun = True
-                await self._send_stream(send)
+                await self._send_stream(send, scope.get(BODY_WRITER))
             else:
                 await self._send_whole(scope, receive, send)
         except Abandoned:
@@ -136,7 +155,7 @@ class StreamingOrWholeResponse(Response):
         headers = {"x-request-id": upstream_request.request_id}
         await Response(body, 200, headers, "application/json")(scope, receive, send)
 
-    async def _send_stream(self, send: Send) -> None:
+    async def _send_stream(self, send: Send, body_writer: BodyWriter | None) -> None:
         upstream_request, writer = self._upstream_request, self._writer
         headers = [*SSE_HEADERS, (b"x-request-id", upstream_request.request_id.encode())]
         if self._shows_ticket and upstream_request.resume_ticket:
@@ -155,8 +174,17 @@ class StreamingOrWholeResponse(Response):
                     ticks.postpone()
                     await send_part(send, data or KEEP_ALIVE)
 
+        def pass_on_now(index: int, event: Event) -> bool:
+            if pending or body_writer is None or not body_writer.is_ready:
+                return False
+            if (data := writer.text_event(index, event)) is None:
+                return False
+            ticks.postpone()
+            body_writer.write(data)
+            return True
+
         with _Ticks(self._caller.settings.keepalive_s, upstream_request.nudge) as ticks:
-            await upstream_request.pass_on(pass_on)
+            await upstream_request.pass_on(pass_on, pass_on_now)
         await send_part(send, pending + _events(writer.end()) + self._last, more=False)
 
 
@@ -210,9 +238,33 @@ def _events(chunks: Sequence[Json]) -> bytes:
 def as_event(chunk: Json) -> bytes:
     """Formats one chunk as a server-sent event."""
     kind, data = chunk.get("type"), _encode(chunk)
-    for line_end, escaped in _LINE_ENDS:
-        if line_end in data:
-            data = data.replace(line_end, escaped)
+    data = _without_line_ends(data)
     if kind is None:
         return b"data: %b\n\n" % data
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def _without_line_ends(data: bytes) -> bytes:
+    for line_end, escaped in _LINE_ENDS:
+        if line_end in data:
+            data = data.replace(line_end, escaped)
+    return data
+
+
+class TextTemplate:
+    """Formats events that differ only in one text, without making the chunk of each."""
+
+    _MARK = "\0"
+
+    def __init__(self, chunk_with: Callable[[str], Json]) -> None:
+        """``chunk_with`` returns the chunk that has a text; the text must be the last of the chunk's values that
+        vary."""
+        before, _, after = as_event(chunk_with(self._MARK)).rpartition(_encode(self._MARK))
+        self._before, self._after = before, after
+
+    def event(self, text: str) -> bytes:
+        """Returns the same as ``as_event`` of the chunk that has this text."""
+        data = _encode(text)
+        if not text.isascii():
+            data = _without_line_ends(data)
+        return b"%b%b%b" % (self._before, data, self._after)

@@ -12,6 +12,7 @@ from penstock.clients.gateway.errors import GatewayError
 from penstock.clients.gateway.json_object import Json
 from penstock.clients.gateway.requests.response_tools import ResponseTools
 from penstock.clients.gateway.responses.chat_stream import ChatReader
+from penstock.clients.gateway.responses.http_response import AnswerWriter
 from penstock.clients.gateway.responses.response_events import ResponseEvents
 from penstock.clients.gateway.schemas.responses import ResponsesRequest
 from penstock.clients.gateway.upstream.upstream_request import Arrival
@@ -36,7 +37,7 @@ class WholeResponse:
         return self._response
 
 
-class ResponseWriter:
+class ResponseWriter(AnswerWriter):
     """Writes the events of a response."""
 
     whole = WholeResponse

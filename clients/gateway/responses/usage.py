@@ -60,6 +60,11 @@ class UsageTracker:
             chunk["usage"] = None
         return chunk
 
+    @property
+    def shows_usage_so_far(self) -> bool:
+        """Whether each chunk has the tokens used so far."""
+        return self._in_each_chunk
+
     def last_chunk(
         self, *, without_output: bool = False, shows_reasoning: bool = False, shows_prediction: bool = False
     ) -> list[Json]:

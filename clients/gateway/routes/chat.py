@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.clients.events import PromptLogprobs
+from penstock.clients.events import Delta, Event, PromptLogprobs
 from penstock.clients.gateway.errors import GatewayError
 from penstock.clients.gateway.field_names import caller_name
 from penstock.clients.gateway.json_object import Json
@@ -22,7 +22,7 @@ from penstock.clients.gateway.requests.prompts import ID_BYTES
 from penstock.clients.gateway.requests.tool_choice import with_allowed_tools
 from penstock.clients.gateway.requests.truncation import truncated
 from penstock.clients.gateway.responses.chat_stream import ChatReader, Part
-from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse
+from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse, TextTemplate
 from penstock.clients.gateway.responses.logprobs import TokenNames, prompt_entries
 from penstock.clients.gateway.responses.usage import UsageTracker
 from penstock.clients.gateway.routes.caller_route import GENERATION_ERRORS, CallerDep, CallerRoute
@@ -156,6 +156,8 @@ class ChatWriter:
         self._echoed = content_text(body.messages[-1].content, "messages") if body.echo else ""
         self.num_kept_bytes = len(self._echoed) + ID_BYTES * len(prompt_token_ids or ())
         self._usage_tracker = UsageTracker(body, caller, "chat.completion.chunk", "chatcmpl-")
+        self._has_templates = not (body.logprobs or body.return_token_ids or self._usage_tracker.shows_usage_so_far)
+        self._templates: dict[int, TextTemplate] = {}
 
     def begin_response(self, request_id: str) -> list[Json]:
         """Returns a chunk with the role for each choice."""
@@ -178,6 +180,17 @@ class ChatWriter:
                 chunks.append(self._prompt_part(event))
         chunks += [self._usage_tracker.chunk([self._part(part)]) for part in await self._reader.read(arrivals)]
         return chunks
+
+    def text_event(self, _: int, event: Event) -> bytes | None:
+        if not (self._has_templates and isinstance(event, Delta) and event.text and event.is_plain):
+            return None
+        self._usage_tracker.count(event)
+        self._reader.skip_text(event)
+        if (template := self._templates.get(event.choice)) is None:
+            template = self._templates[event.choice] = TextTemplate(
+                lambda text: self._usage_tracker.chunk([self._part(Part(event.choice, text))])
+            )
+        return template.event(event.text)
 
     def end(self) -> list[Json]:
         return self._usage_tracker.last_chunk(shows_reasoning=True, shows_prediction=self._has_prediction)

@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 
 import penstock.v1 as pb
-from penstock.clients.events import Delta, PromptLogprobs
+from penstock.clients.events import Delta, Event, PromptLogprobs
 from penstock.clients.gateway.errors import GatewayError, invalid
 from penstock.clients.gateway.field_names import IDEMPOTENCY_KEY, caller_name
 from penstock.clients.gateway.json_object import Json
@@ -23,7 +23,7 @@ from penstock.clients.gateway.requests.sampling import (
     new_start,
     sampling_names,
 )
-from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse
+from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse, TextTemplate
 from penstock.clients.gateway.responses.logprobs import (
     ChoiceLists,
     TokenNames,
@@ -177,6 +177,10 @@ class CompletionWriter:
         self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
         self._names = TokenNames(as_ids=bool(body.return_tokens_as_token_ids))
         self._begun = False
+        self._has_templates = not (
+            self._scores_alone or body.return_token_ids or self._usage_tracker.shows_usage_so_far
+        )
+        self._templates: dict[int, TextTemplate] = {}
 
     def begin_response(self, request_id: str) -> list[Json]:
         self._usage_tracker.set_request_id(request_id)
@@ -196,6 +200,17 @@ class CompletionWriter:
             elif isinstance(event, PromptLogprobs):
                 chunks += self._prompt_part(at, event)
         return chunks
+
+    def text_event(self, index: int, event: Event) -> bytes | None:
+        if not (self._begun and self._has_templates and isinstance(event, Delta) and event.is_plain):
+            return None
+        self._usage_tracker.count(event)
+        choice = self._choices[index][event.choice]
+        if (template := self._templates.get(choice.index)) is None:
+            template = self._templates[choice.index] = TextTemplate(
+                lambda text: self._usage_tracker.chunk([self._empty(choice) | {"text": text}])
+            )
+        return template.event(event.text)
 
     def end(self) -> list[Json]:
         return self._usage_tracker.last_chunk(without_output=self._scores_alone)

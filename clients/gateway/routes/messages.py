@@ -14,7 +14,7 @@ from penstock.clients.gateway.requests.chat import build_chat_start, check_chat,
 from penstock.clients.gateway.requests.messages import as_chat
 from penstock.clients.gateway.requests.sampling import check_model
 from penstock.clients.gateway.responses.chat_stream import ChatReader
-from penstock.clients.gateway.responses.http_response import StreamingOrWholeResponse
+from penstock.clients.gateway.responses.http_response import AnswerWriter, StreamingOrWholeResponse
 from penstock.clients.gateway.responses.message_events import MessageEvents, WholeMessage
 from penstock.clients.gateway.routes.caller_route import GENERATION_ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.chat import ChatRequest
@@ -80,7 +80,7 @@ def make_router() -> APIRouter:
     return router
 
 
-class MessageWriter:
+class MessageWriter(AnswerWriter):
     """Writes the events of a message."""
 
     whole = WholeMessage

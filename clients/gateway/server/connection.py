@@ -10,6 +10,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from penstock.clients.gateway.server.connection_places import ConnectionPlaces
 from penstock.clients.gateway.server.http_parser import RequestParser
+from penstock.clients.gateway.server.paced_body import BodyPacer, with_paced_body
 from penstock.clients.gateway.traffic import CALLER
 
 _MAX_HEAD_BYTES = 64 << 10
@@ -31,9 +32,12 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
     _is_last = False
     """Whether data after the running request is discarded: it was pipelined, and the client sends it again."""
 
-    def __init__(self, *, places: ConnectionPlaces, head_s: float, write_timeout_s: float, **given: Any) -> None:
+    def __init__(
+        self, *, places: ConnectionPlaces, pacer: BodyPacer, head_s: float, write_timeout_s: float, **given: Any
+    ) -> None:
         super().__init__(**given)
         self._places = places
+        self._pacer = pacer
         self.parser = RequestParser(self)  # type: ignore[assignment]
         self._head_s = head_s
         self._write_timeout_s = write_timeout_s
@@ -128,7 +132,8 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         is_old = cycle.scope["http_version"] == "1.0"
-        super()._start_asgi_task(cycle, _without_chunks(app, cycle) if is_old else app)  # type: ignore[arg-type]
+        wrapped = _without_chunks(app, cycle) if is_old else with_paced_body(app, cycle, self._pacer)
+        super()._start_asgi_task(cycle, wrapped)  # type: ignore[arg-type]
 
     def _read_absolute_target(self) -> None:
         """A target with a host, as sent to proxies, takes precedence over the header (RFC 9112, 3.2.2)."""

@@ -20,6 +20,7 @@ from penstock.clients.errors import PenstockError
 from penstock.clients.gateway.server.certificate import CHECK_S, certificate_files
 from penstock.clients.gateway.server.connection import TimeoutHttpProtocol
 from penstock.clients.gateway.server.connection_places import ConnectionPlaces
+from penstock.clients.gateway.server.paced_body import BodyPacer
 from penstock.clients.gateway.server.tls_handshake import TlsHandshake
 from penstock.clients.host.event_loop import MemoryWatch, calm_collector, loop_factory
 from penstock.clients.host.reloaded_files import FileWatch
@@ -219,7 +220,13 @@ class HttpServer(uvicorn.Server):
 
 
 def _config(app: Starlette, http: HttpSettings, places: ConnectionPlaces) -> uvicorn.Config:
-    protocol = partial(TimeoutHttpProtocol, places=places, head_s=_HEAD_S, write_timeout_s=http.write_timeout_s)
+    protocol = partial(
+        TimeoutHttpProtocol,
+        places=places,
+        pacer=BodyPacer(),
+        head_s=_HEAD_S,
+        write_timeout_s=http.write_timeout_s,
+    )
     return uvicorn.Config(
         app,
         http=protocol,  # type: ignore[arg-type]

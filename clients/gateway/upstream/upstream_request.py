@@ -18,6 +18,8 @@ caller."""
 Arrival = tuple[int, Event]
 """An event, and the index of the request that it belongs to."""
 Handler = Callable[[Sequence[Arrival]], Coroutine[Any, Any, None]]
+QuickHandler = Callable[[int, Event], bool]
+"""Handles an event without waiting; returns whether it did. If not, a ``Handler`` gets the event."""
 
 
 class Abandoned(Exception):
@@ -44,6 +46,7 @@ class UpstreamRequest:
         """The awaited condition, before ``pass_on`` or without it."""
         self._passing: tuple[Handler, asyncio.Future[None]] | None = None
         """The handler from ``pass_on``, and the future that ``pass_on`` awaits."""
+        self._handle_now: QuickHandler = _not_now
         self._is_handling = False
         self._handling: asyncio.Task[None] | None = None
         """The task of the last events, if their handler had to wait."""
@@ -76,12 +79,14 @@ class UpstreamRequest:
         arrivals, self._waiting = self._waiting, []
         return arrivals
 
-    async def pass_on(self, handle: Handler) -> None:
+    async def pass_on(self, handle: Handler, handle_now: QuickHandler | None = None) -> None:
         """Passes events to ``handle`` as they arrive, in order, until the last one: one call at a time, with all events
-        that arrived meanwhile. After a ``nudge`` there may be none. Raises the exceptions of ``handle``, RequestFailed
-        after the last event of requests that failed, and Abandoned."""
+        that arrived meanwhile. After a ``nudge`` there may be none. ``handle_now`` gets each event first, unless
+        ``handle`` is running. Raises the exceptions of both, RequestFailed after the last event of requests that
+        failed, and Abandoned."""
         over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._passing = handle, over
+        self._handle_now = handle_now or _not_now
         self._notify()
         try:
             await over
@@ -111,7 +116,7 @@ class UpstreamRequest:
 
     def arrive(self, index: int, event: Event) -> None:
         """Receives an event of one of the requests; never waits."""
-        if index not in self._cancels:
+        if index not in self._cancels or self._is_handled_now(index, event):
             return
         self._waiting.append((index, event))
         if isinstance(event, Accepted):
@@ -159,6 +164,16 @@ class UpstreamRequest:
         elif not self._is_handling:
             self._handling = run_eagerly(self._hand_over(*self._passing))
 
+    def _is_handled_now(self, index: int, event: Event) -> bool:
+        """Offers an event to the quick handler of ``pass_on``, unless earlier events are still waiting or handled."""
+        if self._passing is None or self._is_handling or self._waiting or (over := self._passing[1]).done():
+            return False
+        try:
+            return self._handle_now(index, event)
+        except Exception as error:  # see _hand_over
+            over.set_exception(error)
+            return True
+
     async def _hand_over(self, handle: Handler, over: asyncio.Future[None]) -> None:
         """Runs the handler. Its exceptions go to ``pass_on``: raised here, they would reach the shared stream."""
         self._is_handling = True
@@ -189,6 +204,11 @@ class UpstreamRequest:
 
 def _never() -> bool:
     """The condition while none is awaited."""
+    return False
+
+
+def _not_now(_: int, __: Event) -> bool:
+    """The quick handler while there is none."""
     return False
 
 

@@ -188,3 +188,62 @@ async def test_a_caller_that_goes_while_its_requests_are_about_to_move():
     await asyncio.sleep(0)
     assert caller.num_done == 2
     assert len(stream.receivers) == 2  # neither has moved
+
+
+class QuickHandler:
+    """Handles every text except those that need the other handler."""
+
+    def __init__(self, *needs_other):
+        self.texts: list[str] = []
+        self._needs_other = needs_other
+
+    def __call__(self, index, event):
+        if not isinstance(event, Delta) or event.text in self._needs_other:
+            return False
+        if event.text == "error":
+            raise ValueError(event.text)
+        self.texts.append(event.text)
+        return True
+
+
+@pytest.fixture
+async def passing_now():
+    nobody: Any = Nobody()
+    upstream_request = UpstreamRequest(nobody, [pb.GenerationStart()])
+    upstream_request.send_requests()
+    handler, quick = Handler(), QuickHandler("b")
+    over = asyncio.create_task(upstream_request.pass_on(handler, quick))
+    await asyncio.sleep(0)
+    yield upstream_request, handler, quick, over
+    over.cancel()
+    upstream_request.close()
+
+
+async def test_the_quick_handler_is_first(passing_now):
+    upstream_request, handler, quick, over = passing_now
+    for text in "abc":
+        upstream_request.arrive(0, Delta(text, [1]))
+    assert (quick.texts, handler.calls) == (["a", "c"], ["b"])
+    upstream_request.arrive(0, FINISHED)
+    await over
+
+
+async def test_the_quick_handler_overtakes_nothing(passing_now):
+    upstream_request, handler, quick, over = passing_now
+    handler.may_go_on.clear()
+    for text in "bac":
+        upstream_request.arrive(0, Delta(text, [1]))
+    assert (quick.texts, handler.calls) == ([], ["b"])
+    handler.may_go_on.set()
+    upstream_request.arrive(0, FINISHED)
+    await over
+    assert (quick.texts, handler.calls) == ([], ["b", "ac"])
+
+
+async def test_a_quick_handlers_exception_ends_the_passing(passing_now):
+    upstream_request, handler, quick, over = passing_now
+    for text in ("error", "a"):
+        upstream_request.arrive(0, Delta(text, [1]))
+    with pytest.raises(ValueError, match="error"):
+        await over
+    assert (quick.texts, handler.calls) == ([], ["a"])
