@@ -11,13 +11,16 @@ PAUSE_S = 0.0002
 """The pause for each written body. A write costs about a twentieth of that, mostly for its system call, and the model's
 worker may share the cores. Tokens that arrive in a pause wait for its end. With one stream, or with steps that take
 longer than the pause, each token is written at once."""
+MAX_PAUSE_S = 0.005
+"""The maximum pause, which no reader notices, however many streams there are."""
 
 
 class BodyPacer:
     """Flushes bodies in turns of the event loop that are far enough apart. For the event loop's thread only."""
 
-    def __init__(self, pause_s: float = PAUSE_S) -> None:
+    def __init__(self, pause_s: float = PAUSE_S, max_pause_s: float = MAX_PAUSE_S) -> None:
         self._pause_s = pause_s
+        self._max_pause_s = max_pause_s
         self._waiting: list[PacedBody] = []
         self._rests_until = 0.0
 
@@ -36,7 +39,7 @@ class BodyPacer:
         bodies, self._waiting = self._waiting, []
         for body in bodies:
             body.flush()
-        self._rests_until = asyncio.get_running_loop().time() + len(bodies) * self._pause_s
+        self._rests_until = asyncio.get_running_loop().time() + min(len(bodies) * self._pause_s, self._max_pause_s)
 
 
 class PacedBody:

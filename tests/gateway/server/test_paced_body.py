@@ -65,7 +65,7 @@ async def test_the_parts_of_a_turn_are_one_write(connection):
 
 async def test_after_a_write_there_is_a_pause(connection):
     other = Connection()
-    pacer = BodyPacer(pause_s=3600)
+    pacer = BodyPacer(pause_s=3600, max_pause_s=3600)
     first, second = connection.body(pacer), other.body(pacer)
     first.write(b"a")
     second.write(b"b")
