@@ -53,9 +53,9 @@ def rounded(x, pointer):
 @triton.jit
 def narrowed(x, scale, pointer):
     """``x / scale`` in the dtype that ``pointer`` points to, clamped to the range of fp8; without a scale, only
-    converted."""
+    converted. NaN stays NaN, so that a broken model does not look whole."""
     if scale is not None:
-        x = tl.minimum(tl.maximum(x / scale, -MAX_FP8), MAX_FP8)
+        x = tl.clamp(x / scale, -MAX_FP8, MAX_FP8, propagate_nan=tl.PropagateNan.ALL)
     return x.to(pointer.dtype.element_ty)
 
 

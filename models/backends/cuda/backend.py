@@ -35,7 +35,7 @@ from penstock.models.backends.torch_common.device import torch_device
 from penstock.models.backends.torch_common.fp4_experts import has_fp4_experts, stored_fp4_bytes
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
 from penstock.models.backends.torch_common.loader import load_weights
-from penstock.models.backends.torch_common.outputs import add_to_vectors, prompt_parts
+from penstock.models.backends.torch_common.outputs import HiddenReads
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
@@ -120,26 +120,29 @@ class CudaBackend:
         graph = None if reads_hidden else self._graphs.find(size)
         memory.rows.update(batch)
         memory.inputs.write(batch, graph or size, memory.rows)
-        parts = []
+        read = HiddenReads([], [])
         if graph:
             made = self._graphs.run(graph, lambda: self._await_masks(batch))
         else:
             made = self._forward(size)
             self._await_masks(batch)
             self._choose(size, made)
-            add_to_vectors(batch, made.states)
-            parts = prompt_parts(batch, made.states, self._wide_logits, self._spec.vocab_size)
+            read = HiddenReads.start(
+                batch, made.states, self._wide_logits, self._spec.vocab_size, lambda tensor: self._to_host(tensor)[0]
+            )
         features = None
         if batch.feature_layers:
             # A copy, since the next step overwrites it.
             features = DeviceFeatures.of(made.features[: size.tokens].flatten(1).clone())
         with_tops = any(row.sampling.logprobs is not None for row in batch.rows)
+        # The last copy: the others are complete when it is.
         copied, ready = self._to_host(memory.outputs.snapshot(size.sampled, with_tops=with_tops))
 
         def finish() -> BatchResult:
             if ready is not None:
                 ready.synchronize()
-            return BatchResult(memory.outputs.read(batch.sampled, copied.numpy(), memory.rows.num_top), parts, features)
+            sampled = memory.outputs.read(batch.sampled, copied.numpy(), memory.rows.num_top)
+            return BatchResult(sampled, read.finish(), features)
 
         return finish
 

@@ -11,6 +11,26 @@ from penstock.models.errors import ModelError
 from penstock.scheduler.worker_config import WorkerConfig
 
 MEASURED_BLOCKS, MEASUREMENTS = 64, 3
+PIECE_BYTES = 16 << 20
+"""The size of allocations of pinned memory."""
+
+
+class Slots:
+    """The slots of one of the tensors that a block has."""
+
+    def __init__(self, num_slots: int, pages: Tensor) -> None:
+        """``pages`` are those on the device, (num_blocks, ...)."""
+        shape, is_pinned = pages.shape[1:], pages.device.type == "cuda"
+        # torch rounds each pinned allocation up to a power of two. If all slots were one allocation, up to half of the
+        # memory would be lost.
+        self._per_piece = max(PIECE_BYTES // (shape.numel() * pages.element_size()), 1) if is_pinned else num_slots
+        self._pieces = [
+            torch.empty((min(self._per_piece, num_slots - begin), *shape), dtype=pages.dtype, pin_memory=is_pinned)
+            for begin in range(0, num_slots, self._per_piece or 1)
+        ]
+
+    def __getitem__(self, slot: int) -> Tensor:
+        return self._pieces[slot // self._per_piece][slot % self._per_piece]
 
 
 class HostPages:
@@ -25,10 +45,7 @@ class HostPages:
         self.num_slots = num_slots
         self._blocks = blocks
         self._device = blocks[0].device
-        pinned = self._device.type == "cuda" and num_slots > 0
-        self._slots = [
-            torch.empty((num_slots, *pages.shape[1:]), dtype=pages.dtype, pin_memory=pinned) for pages in blocks
-        ]
+        self._slots = [Slots(num_slots, pages) for pages in blocks]
 
     def copy_out(self, copies: list[tuple[int, int]]) -> None:
         for blocks, slots in zip(self._blocks, self._slots, strict=True):

@@ -34,7 +34,8 @@ def sample_positions(
     reported: dict[int, TokenLogprobs] = {}
     if raw is not None:
         tops = [sampled[i].row.sampling.logprobs or 0 for i in wanted]
-        reported = dict(zip(wanted, split_logprobs(raw, token_ids[wanted], tops), strict=True))
+        scores = top_logprobs(raw, token_ids[wanted], max(tops))
+        reported = dict(zip(wanted, token_logprobs(*scores, tops), strict=True))
     return [Sampled(token_id, reported.get(i)) for i, token_id in enumerate(token_ids.tolist())]
 
 
@@ -43,14 +44,19 @@ def log_softmax(logits: Tensor) -> Tensor:
     return upcast(logits).log_softmax(-1)
 
 
-def split_logprobs(logprobs: Tensor, token_ids: Tensor, tops: list[int]) -> Iterator[TokenLogprobs]:
-    """Yields the log-probability of each row's token, and of its ``tops[r]`` likeliest tokens, of (R, V)."""
-    chosen = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1).tolist()
-    top = torch.topk(logprobs, min(max(tops), logprobs.shape[1]), dim=1)
-    ids, values = top.indices.tolist(), top.values.tolist()
-    for row, wanted in enumerate(tops):
-        num_top = min(wanted, logprobs.shape[1])
-        yield TokenLogprobs(num_top, [chosen[row]], ids[row][:num_top], values[row][:num_top])
+def top_logprobs(logprobs: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the log-probability of each row's token (R,), and the ids and the log-probabilities of its likeliest
+    tokens (R, num_top), of (R, V)."""
+    chosen = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+    top = torch.topk(logprobs, min(num_top, logprobs.shape[1]), dim=1)
+    return chosen, top.indices, top.values
+
+
+def token_logprobs(chosen: Tensor, top_ids: Tensor, top: Tensor, tops: list[int]) -> Iterator[TokenLogprobs]:
+    """Yields the result of ``top_logprobs`` row by row, each with its ``tops[r]`` likeliest tokens."""
+    for wanted, of_token, ids, values in zip(tops, chosen.tolist(), top_ids.tolist(), top.tolist(), strict=True):
+        num_top = min(wanted, len(ids))
+        yield TokenLogprobs(num_top, [of_token], ids[:num_top], values[:num_top])
 
 
 def _penalise(logits: Tensor, sampled: list[SampledPosition]) -> None:

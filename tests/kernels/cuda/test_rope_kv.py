@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch.testing import assert_close
 
+from penstock.kernels.cuda.core.common import narrowed
 from penstock.kernels.cuda.rope_kv import rope_kv
 from penstock.kernels.reference import fused as reference_cuda
 
@@ -122,6 +125,23 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_rope_kv(case, device):
     check(case, device)
+
+
+@triton.jit
+def narrow_kernel(x, out, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    tl.store(out + at, narrowed(tl.load(x + at), 2.0, out))
+
+
+# The interpreter turns NaN into another number when it converts to fp8.
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(FP8, marks=pytest.mark.gpu)])
+def test_nan_stays_nan_in_fp8(dtype, device):
+    """It would look like an ordinary number, and a broken model like a whole one."""
+    x = torch.tensor([torch.nan, 1.0, 1e9, -torch.inf], device=device)
+    out = torch.zeros(4, device=device).to(dtype)
+    narrow_kernel[(1,)](x, out, 4)
+    assert out[0].float().isnan()
+    assert out[1:].float().tolist() == [0.5, 448.0, -448.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,11 +1,16 @@
 """KV that was evicted to host memory, on the reference backend: it returns bit for bit, and no output changes by it."""
 
 import asyncio
+import math
 import os
 import signal
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from penstock.models.backends.torch_common import host_pages
 from penstock.models.backends.torch_common.host_pages import HostPages
 from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.engine_stats import EngineState
@@ -27,6 +32,39 @@ def copies_are_free(monkeypatch):
 def content(executor, block_ids):
     """The bits of blocks."""
     return [blocks[block_ids].cpu().clone() for blocks in executor._runner._backend._pages.by_block]
+
+
+@pytest.mark.parametrize("num_slots", [0, 1, 300, 5000])
+@pytest.mark.parametrize("heads", [1, 3, 8])
+def test_pinned_memory_is_not_rounded_up_by_much(num_slots, heads, monkeypatch):
+    """torch rounds each pinned allocation up to a power of two."""
+    pinned_bytes = 0
+
+    def empty(shape, dtype, pin_memory):
+        nonlocal pinned_bytes
+        assert pin_memory
+        pinned_bytes += 1 << (math.prod(shape) * dtype.itemsize - 1).bit_length()
+        return torch.zeros(1, dtype=dtype).expand(shape)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    pages: Any = SimpleNamespace(
+        shape=torch.Size([7, 2, heads, 16, 128]),
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        element_size=lambda: 2,
+    )
+    slots = host_pages.Slots(num_slots, pages)
+    wanted_bytes = num_slots * heads * 2 * 16 * 128 * 2
+    assert wanted_bytes <= pinned_bytes <= wanted_bytes * 1.02 + host_pages.PIECE_BYTES
+    assert all(slots[slot].shape == pages.shape[1:] for slot in range(num_slots))
+
+
+def test_slots_hold_one_block_each():
+    pages = torch.arange(40.0).view(10, 2, 2)
+    slots = host_pages.Slots(10, pages)
+    for slot in range(10):
+        slots[slot].copy_(pages[slot])
+    assert all(slots[slot].equal(pages[slot]) for slot in range(10))
 
 
 @pytest.mark.usefixtures("copies_are_free")
