@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from penstock.models.backends.torch_common.device import ids_on_device
 
 FEW = 256
 """The limit of lines whose memory may be held for the sake of one of them."""
@@ -30,8 +31,7 @@ class DeviceFeatures:
     def __getitem__(self, part: slice | list[int]) -> "DeviceFeatures":
         if isinstance(part, slice):
             return DeviceFeatures(self.tensor[part], self.held)
-        chosen = torch.tensor(part, device=self.tensor.device)
-        return DeviceFeatures.of(self.tensor.index_select(0, chosen))
+        return DeviceFeatures.of(self.tensor.index_select(0, ids_on_device(part, self.tensor.device)))
 
     def copy(self) -> "DeviceFeatures":
         """Returns itself if it holds little memory, otherwise a copy."""

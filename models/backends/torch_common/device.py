@@ -1,6 +1,9 @@
-"""Checks the device before a backend in torch loads a model."""
+"""Checks the device before a backend in torch loads a model, and sends ids to it."""
+
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
 from penstock.models.checkpoint.info import CheckpointInfo
@@ -41,3 +44,9 @@ def torch_device(name: str) -> torch.device:
         reason = str(error).splitlines()[0]
         raise ModelError(f"--device {name}: cannot be used ({reason}): choose cpu, or repair the driver") from error
     return device
+
+
+def ids_on_device(ids: Sequence[int], device: torch.device) -> Tensor:
+    """Returns ids (N,) int64 on a device, without waiting for what it computes. A copy of memory that is not pinned
+    would wait."""
+    return torch.tensor(ids, pin_memory=device.type == "cuda").to(device, non_blocking=True)
