@@ -52,8 +52,8 @@ class TenantLimits:
 class SchedulerConfig:
     """The operator's settings. Where the worker's facts allow less, they apply. Raises ValueError.
 
-    A running scheduler can be given another config; only ``enable_prefix_caching`` and ``max_plans_in_flight`` cannot
-    change after the start.
+    A running scheduler can be given another config; only ``enable_prefix_caching``, ``max_plans_in_flight`` and
+    ``drafts_on_repetition`` cannot change after the start.
     """
 
     max_num_seqs: int = 256
@@ -76,6 +76,8 @@ class SchedulerConfig:
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     explain_requests: int = 1000
     """The number of finished requests whose timelines are kept."""
+    drafts_on_repetition: bool = False
+    """Whether sequences have drafts from their own text only while it repeats itself."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_queued_requests", "max_queued_tokens"):
@@ -94,7 +96,7 @@ class SchedulerConfig:
 
     def check_fits(self, facts: WorkerFacts, running: "SchedulerConfig") -> None:
         """Raises ValueError if this config cannot replace ``running``, with which a worker with these facts runs."""
-        for name in ("enable_prefix_caching", "max_plans_in_flight"):
+        for name in ("enable_prefix_caching", "max_plans_in_flight", "drafts_on_repetition"):
             assert getattr(self, name) == getattr(running, name), f"{name} stays as it was at the start"
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             value, most = getattr(self, name), getattr(facts, name)

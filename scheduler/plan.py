@@ -135,6 +135,8 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
     """Host tier slot and block: blocks whose KV counts as computed in a row that this plan adds."""
     max_drafts: int = 0
     """The maximum number of drafts of all its decodes together, for which the step has room."""
+    repeating: list[int] = []
+    """The rows whose text repeats itself. With ``DraftMethod.AUTO``, only they have drafts from their own text."""
 
     @property
     def is_empty(self) -> bool:

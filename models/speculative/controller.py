@@ -1,10 +1,8 @@
 """Decides for each step which rows get drafts, and how many. Drafts never change the output, only its speed."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import msgspec
 
@@ -16,6 +14,7 @@ from penstock.models.speculative.draft_cost import PROPOSAL_S, DraftCost
 from penstock.models.speculative.draft_lengths import choose_lengths, choose_rounds
 from penstock.models.speculative.draft_rows import NOTHING, Drafted, DraftedRows, RowRecord, Tested
 from penstock.models.speculative.drafter import NO_PROPOSAL, Drafter, Proposal, Wanted, valid_part
+from penstock.models.speculative.observations import StepObservations
 from penstock.models.speculative.prediction import Predictions
 from penstock.models.speculative.probing import Prober
 from penstock.scheduler.plan import RowResult, StepPlan
@@ -35,7 +34,7 @@ LARGE_GAIN = 1.5
 SKIP_S, MAX_SKIP_S = 0.005, 0.1
 """If no row pays, a step is examined only this often, since that takes 25 us; and up to the maximum later if no probe
 could be paid for sooner."""
-WORTH_RATE, TYPICAL_RATE, READ_RATE, USUAL_RATE = 0.2, 0.02, 0.1, 0.05
+WORTH_RATE, TYPICAL_RATE, USUAL_RATE = 0.2, 0.02, 0.05
 """The weights of a new observation in the moving averages."""
 USUAL = 0.9
 """The confidence assumed of a drafter before its first proposal: high, so that it makes one."""
@@ -61,9 +60,12 @@ class SpeculationController:
         costs: StepCost,
         runs_ahead: bool,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        on_repetition: bool = False,
     ) -> None:
         """``max_drafts`` limits the drafter's drafts for a row; if it is 0, only rows with predictions have drafts.
-        ``runs_ahead`` is the backend's. ``clock`` returns seconds."""
+        ``runs_ahead`` is the backend's. ``clock`` returns seconds. ``on_repetition``: the drafter only proposes for the
+        rows that a plan calls repeating."""
         self._drafter = drafter
         self._predictions = Predictions()
         self._max_drafts = max_drafts
@@ -71,20 +73,20 @@ class SpeculationController:
         self._draft_cost = DraftCost(costs.most)
         self._runs_ahead = runs_ahead
         self._clock = clock
+        self._on_repetition = on_repetition
+        self._repeating: set[Row] = set()
+        """The rows that the current plan calls repeating."""
         self._greedy, self._drawn = AcceptanceEstimate(), AcceptanceEstimate()
         """For rows at temperature 0, and for others: a draft is more often the likeliest token than a drawn one."""
         self._usual = [USUAL] * max_drafts
         """The average confidence by a draft's position."""
         self._rows = DraftedRows(drafter)
         self._prober = Prober(drafter, self._rows, self._draft_cost)
+        self._observations = StepObservations(self._rows, costs, self._prober)
         self._typical_s = PATIENCE * self._draft_cost.seconds(1)
         """The initial ``worth_s`` of a row."""
         self._rounds = max_drafts
         """The number of rounds chosen last."""
-        self._read_s = 0.0
-        """The seconds that reading hidden states takes, per row and step."""
-        self._reading_s = 0.0
-        """The seconds that reading took in the step that ``observe`` is called for next."""
         self._plain_every = PLAIN_OFTEN
         self._num_plain = NUM_PLAIN_AHEAD if runs_ahead else 1
         self._step = 0
@@ -92,8 +94,6 @@ class SpeculationController:
         """If no row pays, steps before this time are skipped."""
         self._is_skipped = False
         """Whether the current step is."""
-        self._observed: deque[tuple[Drafted, list[RowResult]]] = deque()
-        self._took: deque[_StepTime] = deque()
 
     def attach(self, table: RowTable) -> None:
         self._drafter.attach(table)
@@ -106,20 +106,20 @@ class SpeculationController:
     def read(self, batch: Batch, features: FeatureLines) -> None:
         began = self._clock()
         self._drafter.read(batch, features)
-        self._reading_s = self._clock() - began
+        self._observations.reading_s = self._clock() - began
 
     def reset_blocks(self, block_ids: Sequence[int]) -> None:
         self._drafter.reset_blocks(block_ids)
 
     def measure_steps(self, run: Callable[[int], None], most: int) -> None:
         """Measures the time of steps. ``run`` computes a step of the given number of tokens, at most ``most``."""
-        if self._max_drafts:
+        if self._max_drafts and not self._on_repetition:
             self._costs.measure(run, most, self._clock)
-        self._took.clear()  # the measured steps were observed as well
+        self._observations.clear_steps()  # the measured steps were observed as well
 
     def learn_steps(self, seconds: Mapping[int, float]) -> None:
         """Adopts the measured times of steps, by their number of decoding rows, if there are no others."""
-        if not self._max_drafts:
+        if not self._max_drafts or self._on_repetition:
             self._costs.know(seconds)
 
     @property
@@ -132,16 +132,20 @@ class SpeculationController:
         wanted = [Wanted(row, 1) for row in rows]
         self._draft_cost.measure(lambda size: self._drafter.propose(wanted[:size]), len(rows), self._clock)
         self._typical_s = PATIENCE * self._draft_cost.seconds(1)
-        self._took.clear()
+        self._observations.clear_steps()
 
     def add_row(self, row: Row) -> None:
         """Adds a row, if it may have drafts."""
         most = min(row.max_drafts, MAX_PREDICTED_DRAFTS if row.prediction else self._max_drafts)
-        if most and row.pooled is None:
+        if most and row.pooled is None and (row.prediction or not self._on_repetition):
             record = RowRecord(most, self._drawn if row.sampling.temperature else self._greedy, self._typical_s)
             if row.prediction:
-                record.worth_s = max(PATIENCE * PROPOSAL_S, self._costs.seconds(1))  # the caller expects it to pay off
+                record.worth_s = self._expected_worth_s()
             self._rows.add_row(row, record, self._prober.may_start_trial())
+
+    def _expected_worth_s(self) -> float:
+        """Returns the initial worth of a row whose drafts are expected to pay."""
+        return max(PATIENCE * PROPOSAL_S, self._costs.seconds(1))
 
     def drop_row(self, row: Row) -> None:
         self._rows.drop_row(row)
@@ -162,7 +166,9 @@ class SpeculationController:
         """
         if forced:
             plan = msgspec.structs.replace(plan, max_drafts=plan.max_drafts - sum(map(len, forced.values())))
-        if not self._rows:
+        if self._on_repetition:
+            self._follow_repetition({table[number] for number in plan.repeating})
+        if not self._rows or (self._on_repetition and plan.max_drafts <= 0):
             self._is_skipped = True
             return Drafted(forced) if forced else NOTHING
         began = self._clock()
@@ -177,16 +183,21 @@ class SpeculationController:
     def observe(self, drafted: Drafted, batch: Batch, rows: list[RowResult], seconds: float, is_fenced: bool) -> None:
         """Records a step of ``seconds``, with drafting. ``is_fenced``: it began after the previous step had ended."""
         if drafted.tested:
-            self._observed.append((drafted, rows))
+            self._observations.add_drafts(drafted, rows)
         elif self._is_skipped:
             return
-        reading_s, self._reading_s = self._reading_s, 0.0
-        has_chunks = len(batch.sampled) != len(batch.token_ids)
-        self._took.append(
-            _StepTime(len(batch.token_ids), seconds - drafted.seconds - reading_s, reading_s, is_fenced, has_chunks)
-        )
+        self._observations.add_step(drafted, batch, seconds, is_fenced)
 
     # ------------------------------------------------------------------------------------------------ which rows
+
+    def _follow_repetition(self, repeating: set[Row]) -> None:
+        """Begins anew with the rows whose text has begun to repeat itself. What was learned before is forgotten, or
+        they might never be tried again."""
+        for row in repeating - self._repeating:
+            if not row.prediction:
+                most = min(row.max_drafts, self._max_drafts)
+                self._rows.add_row(row, RowRecord(most, AcceptanceEstimate(), self._expected_worth_s()), may_try=False)
+        self._repeating = repeating
 
     def _choose(self, plan: StepPlan, table: RowTable, forced: Mapping[int, Sequence[int]]) -> list[Wanted]:
         """Returns the rows to draft for in this step."""
@@ -197,7 +208,7 @@ class SpeculationController:
         if self._is_skipped:
             return []
         self._skip_until = now + SKIP_S
-        self._learn_observed()
+        self._observations.learn()
         if plan.max_drafts <= 0 or 0 < self._step % self._plain_every <= self._num_plain:
             return []
         num_tokens = _num_tokens(plan)
@@ -223,7 +234,7 @@ class SpeculationController:
         for decode in plan.decodes:
             row = table[decode.row]
             record = self._rows.get(row)
-            if record is None or decode.row in forced:
+            if record is None or decode.row in forced or not (row.prediction or self._may_ask(row)):
                 continue
             max_drafts = min(decode.max_tokens - 1, plan.max_drafts, record.max_drafts)
             if max_drafts > 0 and (row.prediction or self._drafter.is_ready(row) or not record.is_followed):
@@ -262,12 +273,18 @@ class SpeculationController:
             self._draft_cost.observe(len(asked), self._num_rounds(asked), backlog, took + choosing_s)
         return Drafted(drafts, tested, took)
 
+    def _may_ask(self, row: Row) -> bool:
+        """Whether the drafter may propose for a row."""
+        return not self._on_repetition or row in self._repeating
+
     def _to_ask(self, wanted: list[Wanted], predicted: Mapping[Row, Proposal], plan: StepPlan) -> list[Wanted]:
         """Returns the rows for which the drafter proposes, with the maximum number of drafts for each. If each takes
         time, these are only the rows for which its drafts are expected to do better than those of their predictions."""
         most_drafts = self._max_drafts
         asked = [
-            Wanted(row, min(most, most_drafts)) for row, most in wanted if most_drafts and self._drafter.is_ready(row)
+            Wanted(row, min(most, most_drafts))
+            for row, most in wanted
+            if most_drafts and self._may_ask(row) and self._drafter.is_ready(row)
         ]
         if not self._drafter.by_rounds:
             return asked
@@ -298,7 +315,7 @@ class SpeculationController:
         self._plain_every = PLAIN_EVERY if gains_much else PLAIN_OFTEN
         each_s = (seconds[sum(counts)] - seconds[0]) / max(1, sum(counts))
         proposal_s = self._draft_cost.seconds(len(asked), self._num_rounds(asked)) / len(asked) if asked else PROPOSAL_S
-        beside_s = self._read_s + (1.0 if self._drafter.by_rounds else PROPOSE_MARGIN) * proposal_s
+        beside_s = self._observations.read_s + (1.0 if self._drafter.by_rounds else PROPOSE_MARGIN) * proposal_s
         for (row, _), record, row_acceptance, count in zip(wanted, records, acceptance, counts, strict=True):
             self._learn_worth(row, record, token_s * sum(row_acceptance[:count]) - each_s * count - beside_s)
             if row_acceptance and record.trials_left:
@@ -313,7 +330,7 @@ class SpeculationController:
             return wanted
         acceptance = [self._rows[row].acceptance.estimate(self._usual[:most]) for row, most in paying]
         seconds = self._step_seconds(plan, sum(map(len, acceptance)))
-        read_s, number = len(paying) * self._read_s, len(paying)
+        read_s, number = len(paying) * self._observations.read_s, len(paying)
         rounds = choose_rounds(
             acceptance, len(plan.decodes), seconds,
             lambda count: read_s + self._draft_cost.seconds(number, count), self._rounds,
@@ -340,28 +357,6 @@ class SpeculationController:
 
     # -------------------------------------------------------------------------------------------------- learning
 
-    def _learn_observed(self) -> None:
-        """Learns from the steps that were observed since the last call."""
-        while self._took:
-            took = self._took.popleft()
-            if self._rows.num_followed:
-                self._prober.spend(took.reading_s * self._rows.num_on_trial / self._rows.num_followed)
-            if took.has_chunks:  # the measured steps had none
-                continue
-            if took.seconds > 0.0:
-                self._costs.observe(took.num_tokens, took.seconds, took.is_fenced)
-            if self._rows.num_followed:
-                self._read_s += READ_RATE * (took.reading_s / self._rows.num_followed - self._read_s)
-        while self._observed:
-            drafted, rows = self._observed.popleft()
-            for result in rows:
-                if result.row in drafted.tested and result.token_ids:  # if there are no tokens, no draft was tested
-                    record, confidences, is_predicted = drafted.tested[result.row]
-                    num_right = len(result.token_ids) - 1
-                    record.acceptance_of(is_predicted).learn(confidences, num_right)
-                    if num_right:
-                        record.probed_at = 0  # the next probe is this row's
-
     def _learn_usual(self, proposals: list[Proposal]) -> None:
         for proposal in proposals:
             for place, confidence in enumerate(proposal.confidences[: self._max_drafts]):
@@ -371,17 +366,6 @@ class SpeculationController:
         if not self._drafter.by_rounds and not row.prediction:
             self._typical_s += TYPICAL_RATE * (gained_s - self._typical_s)
         self._rows.set_worth(row, record, record.worth_s + WORTH_RATE * (gained_s - record.worth_s))
-
-
-class _StepTime(NamedTuple):
-    """The time of a step."""
-
-    num_tokens: int
-    seconds: float
-    """The time of the step without drafting and reading."""
-    reading_s: float
-    is_fenced: bool
-    has_chunks: bool
 
 
 def _num_tokens(plan: StepPlan) -> int:

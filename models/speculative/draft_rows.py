@@ -100,7 +100,9 @@ class DraftedRows:
 
     def add_row(self, row: Row, record: RowRecord, may_try: bool) -> None:
         """Adds a row. ``may_try`` is whether there is time for a trial. New rows are the best ones to try, since the
-        drafter reads them from the start."""
+        drafter reads them from the start. If the drafter does not read, the row may be known, and gets a new record."""
+        known = self._records.get(row)
+        self.num_paying -= known is not None and known.worth_s >= 0.0
         self._records[row] = record
         does_pay = record.worth_s >= 0.0
         self.num_paying += does_pay

@@ -35,7 +35,7 @@ def make_drafter(config: WorkerConfig, backend: Backend) -> Drafter:
     if speculation is None:
         return NoDrafter()
     match speculation.method:
-        case DraftMethod.NGRAM:
+        case DraftMethod.NGRAM | DraftMethod.AUTO:
             return NgramDrafter(speculation)
         case DraftMethod.SUFFIX:
             return SuffixDrafter(speculation)
@@ -52,4 +52,7 @@ def make_controller(config: WorkerConfig, backend: Backend) -> SpeculationContro
         return None
     max_drafts = 0 if speculation is None else speculation.num_speculative_tokens
     costs = StepCost(max(facts.max_num_batched_tokens, facts.max_num_seqs))
-    return SpeculationController(make_drafter(config, backend), max_drafts, costs, backend.runs_ahead)
+    on_repetition = speculation is not None and speculation.method is DraftMethod.AUTO
+    return SpeculationController(
+        make_drafter(config, backend), max_drafts, costs, backend.runs_ahead, on_repetition=on_repetition
+    )

@@ -54,6 +54,9 @@ class OutputProcessor:
         sequence.token_ids += token_ids
         if row.num_drafted:
             self._count_drafts(sequence, row, max(0, num_tokens - 1))
+        if max_tokens > 1 and sequence.repetition is not None and sequence.repetition.is_found:
+            sequence.repetition.count(max(0, num_tokens - 1), len(sequence.token_ids))
+            sequence.set_max_drafts()
         # After preemption the row has no KV any more, or none yet; its tokens are still valid.
         if sequence.row == row.row and not row.failure:
             if num_tokens:

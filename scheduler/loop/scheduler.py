@@ -26,12 +26,14 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import EngineLoad, EngineState
 from penstock.scheduler.loop.live_requests import LiveRequestFilter, LiveRequestScan
 from penstock.scheduler.loop.output_processor import OutputProcessor
+from penstock.scheduler.loop.repetition_search import RepetitionSearch
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult
 from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.planner import Planner
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
 from penstock.scheduler.policy import Rank
+from penstock.scheduler.repetition import MAX_VOCAB_SIZE
 from penstock.scheduler.request import Change, Context, EngineFinishReason, Request, RequestAccepted, SequenceDelta
 from penstock.scheduler.timeline import EndedTimelines, Timeline
 from penstock.scheduler.timeline_entry import WaitCause
@@ -67,6 +69,8 @@ class Scheduler:
         """The requests that have not finished, in order of arrival."""
         self._intake = RequestIntake(context, self._planner, self.predictor, self.requests)
         self._output_processor = OutputProcessor(self._planner, self.predictor, clock, self._finish)
+        searches = config.drafts_on_repetition and facts.vocab_size <= MAX_VOCAB_SIZE
+        self._repetition_search = RepetitionSearch(context.running) if searches else None
         self._clock = clock
         self._on_finished = on_finished
         self._num_arrived = 0
@@ -227,6 +231,8 @@ class Scheduler:
             live.sequences[0].output.max_tokens if live.sequences else self._intake.admission.max_tokens(request)
         )
         sequence = SequenceState(live, index, rank, hashes, max_tokens, pinned)
+        if self._repetition_search is not None:
+            self._repetition_search.add_sequence(sequence)
         live.sequences.append(sequence)
         return sequence
 
@@ -324,6 +330,8 @@ class Scheduler:
                 sequence.live.timeline.decodes(sequence.index, plan.step)
         for row in result.rows:
             self._output_processor.apply(row)
+        if self._repetition_search is not None:
+            self._repetition_search.look(result.computed_us * 1e-6)
         self.tenants.charge_new()
         self._planner.rows.reclaim(plan.dropped)
         if self._bisector:

@@ -226,6 +226,8 @@ class Planner:
                 sequence.in_flight[-1] += num_drafts
                 sequence.length_bound += num_drafts
                 num_wanted += num_drafts
+                if sequence.repetition is not None and sequence.repetition.is_found:
+                    plan.repeating.append(sequence.row)
         plan.max_drafts = min(num_wanted, room)
 
     def _hold_drafts(self, plan: StepPlan, sequence: SequenceState, num_drafts: int) -> int:

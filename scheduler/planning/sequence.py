@@ -22,6 +22,7 @@ from penstock.scheduler.plan import Decode, PromptLogprobsPart, SamplingParams
 from penstock.scheduler.planning.output_buffer import OutputBuffer, new_output
 from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.policy import Place, Rank
+from penstock.scheduler.repetition import Repetition
 from penstock.scheduler.request import (
     Context,
     EngineFinishReason,
@@ -183,6 +184,8 @@ class SequenceState:
     """The maximum number of tokens that each plan in flight adds, for the plans that compute the sequence."""
     max_drafts: int = field(init=False)
     """The maximum number of drafts in a step."""
+    repetition: Repetition | None = None
+    """Whether its text repeats itself, if it has drafts from its text only then."""
 
     awaited_hash: bytes | None = None
     """The hash of the block that another sequence is computing and that this one waits for."""
@@ -270,6 +273,13 @@ class SequenceState:
         self.awaited_hash = None
         self.num_free_at_last_try = -1
         self.num_overtaken = 0
+
+    def set_max_drafts(self) -> None:
+        """Sets the maximum number of drafts. Predicted and forced tokens may always be drafted; the tokens of its own
+        text perhaps only while that repeats itself."""
+        request, repetition = self.live.request, self.repetition
+        may_have = repetition is None or repetition.is_found or request.prediction or request.grammar
+        self.max_drafts = request.max_drafts if may_have else 0
 
     def limit(self, max_tokens: int) -> None:
         """Limits the output to this many tokens, even if there are more already."""

@@ -8,6 +8,7 @@ from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.errors import ModelError
 from penstock.service.config.flag_checks import read_score_tokens
 from penstock.service.config.serve_config import ServeConfig
+from penstock.service.config.speculative import NONE
 from penstock.service.text.text_pairs import TextPairs
 from penstock.service.text.tokenizer import Tokenizer
 
@@ -24,7 +25,7 @@ def find_head(
         return _head_of_tokens(read_score_tokens(config.score_tokens), checkpoint, tokenizer), lambda: tokenizer
     if checkpoint.classifier is None:
         return None, load_tokenizer
-    if config.speculative_config is not None:
+    if config.speculative_config not in (None, NONE):
         raise ModelError("--speculative-config: a model with a classification head generates nothing: leave it out")
     return read_head(checkpoint.classifier, checkpoint.spec.hidden_size), load_tokenizer
 

@@ -24,7 +24,7 @@ from penstock.models.checkpoint.pooling_config import read_embedding
 from penstock.models.errors import ModelError
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import Pooling
-from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, WorkerConfig
+from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, DraftMethod, WorkerConfig
 from penstock.service.app.classification_head import find_head
 from penstock.service.app.http_process import STATUS_PAGE, HttpProcess, check_installed
 from penstock.service.app.private_directory import private_directory
@@ -101,7 +101,7 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
     if checkpoint.classifier is not None or config.score_tokens is not None:
         pooling = pooling or Pooling.LAST  # modules.json describes the classifier, if anything
     embedding = read_embedding(path, pooling)
-    speculation = config.speculation
+    speculation = None if checkpoint.classifier is not None else config.speculation
     if speculation is not None and speculation.model is not None:
         speculation = replace(speculation, model=str(resolve_model(speculation.model).resolve()))
     tokenizer, load_tokenizer, facts = _read_tokenizer(path, config, checkpoint.spec.vocab_size, resources)
@@ -223,6 +223,7 @@ def _scheduler_config(config: ServeConfig, tenants: TenantLimitsFile) -> Schedul
         default_tenant=tenants.default,
         tenants=tenants.named,
         explain_requests=config.explain_requests,
+        drafts_on_repetition=config.speculation is not None and config.speculation.method is DraftMethod.AUTO,
     )
 
 

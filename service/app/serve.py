@@ -27,7 +27,7 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.worker_config import SpeculationConfig, WorkerFacts
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig, WorkerFacts
 from penstock.service.app.http_process import HttpFailed
 from penstock.service.app.prepare import Prepared, prepare
 from penstock.service.app.server import Server
@@ -199,7 +199,9 @@ def describe(facts: WorkerFacts, config: SchedulerConfig, speculation: Speculati
     evicted = f"; {host_tokens:,} tokens more in host memory" if host_tokens else ""
     drafts = ""
     if speculation is not None:
-        drafts = f"\ndrafts of at most {speculation.num_speculative_tokens} tokens by {speculation.method.value}"
+        is_auto = speculation.method is DraftMethod.AUTO
+        source = "where text repeats itself" if is_auto else f"by {speculation.method.value}"
+        drafts = f"\ndrafts of at most {speculation.num_speculative_tokens} tokens {source}"
     return (
         f"{facts.architecture}, {facts.dtype}, weights{weights} of {facts.weight_bytes / _MIB:,.0f} MiB{each}, "
         f"context {facts.max_model_len:,}\n"

@@ -19,7 +19,7 @@ from penstock.service.config.flag_checks import check_identity, check_listeners,
 from penstock.service.config.flags import ConfigError, check, flag
 from penstock.service.config.kv_events import KvEventsConfig, parse_kv_events
 from penstock.service.config.limits import MAX_CONNECTIONS
-from penstock.service.config.speculative import parse_speculation
+from penstock.service.config.speculative import choose_speculation
 from penstock.service.parsers.reasoning import REASONING_FORMATS
 from penstock.service.parsers.registry import AUTO, NONE
 from penstock.service.parsers.tool_formats import TOOL_FORMATS
@@ -299,10 +299,10 @@ class ServeConfig:
         shown="2048; on the cpu backend, 64 to 256, for about 0.15 s",
     )  # fmt: skip
     speculative_config: str | None = flag(
-        None, 'speculative decoding, which never changes output; the method is ngram, suffix, draft_model or eagle3, '
-        'the last two with a "model"; other keys are as in vLLM, and num_speculative_tokens is a limit: fewer are '
-        'drafted if that is faster', metavar="JSON", shown="no drafts",
-        is_json=True,
+        None, 'speculative decoding, which never changes output; none, or a method: auto, ngram, suffix, draft_model '
+        'or eagle3, the last two with a "model"; other keys are as in vLLM, and num_speculative_tokens is a limit: '
+        'fewer are drafted if that is faster', metavar="none|JSON", is_json=True,
+        shown="auto: drafts where the text of a request repeats itself; none with several ranks",
     )  # fmt: skip
     enable_predictions: bool = flag(True, "draft from the outputs that requests predict, which never changes output")
     max_queued_requests: int = flag(
@@ -388,7 +388,7 @@ class ServeConfig:
     @property
     def speculation(self) -> SpeculationConfig | None:
         """How tokens are drafted; None without speculative decoding."""
-        return None if self.speculative_config is None else parse_speculation(self.speculative_config)
+        return choose_speculation(self.speculative_config, self.tensor_parallel_size)
 
     @property
     def model_name(self) -> str:

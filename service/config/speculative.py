@@ -12,10 +12,22 @@ from penstock.service.config.flags import ConfigError
 MAX_DRAFTS = 32
 """Limit on the drafted tokens of a row in a step."""
 
+NONE = "none"
+"""Instead of JSON: nothing is drafted."""
+
 _FLAG = "--speculative-config"
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 8}'
-_DRAFTS = {DraftMethod.NGRAM: 8, DraftMethod.SUFFIX: 16, DraftMethod.DRAFT_MODEL: 5, DraftMethod.EAGLE3: 5}
-"""Defaults of num_speculative_tokens. Drafts of cheap methods may be long."""
+_DRAFTS = {
+    DraftMethod.AUTO: 15,
+    DraftMethod.NGRAM: 8,
+    DraftMethod.SUFFIX: 16,
+    DraftMethod.DRAFT_MODEL: 5,
+    DraftMethod.EAGLE3: 5,
+}
+"""Defaults of num_speculative_tokens. Drafts of cheap methods may be long. With 15, a row's step has 16 tokens, which
+CPU kernels compute together."""
+_AUTO = SpeculationConfig(DraftMethod.AUTO, _DRAFTS[DraftMethod.AUTO])
+_LOOKUP = (DraftMethod.AUTO, DraftMethod.NGRAM)
 _WITH_MODEL = (DraftMethod.DRAFT_MODEL, DraftMethod.EAGLE3)
 
 
@@ -32,8 +44,8 @@ class _ConfigKey(NamedTuple):
 _KEYS: Mapping[str, _ConfigKey] = {
     "num_speculative_tokens": _ConfigKey(tuple(DraftMethod), 1, MAX_DRAFTS),
     "model": _ConfigKey(_WITH_MODEL),
-    "prompt_lookup_max": _ConfigKey((DraftMethod.NGRAM,), 1, 64),
-    "prompt_lookup_min": _ConfigKey((DraftMethod.NGRAM,), 1, 64),
+    "prompt_lookup_max": _ConfigKey(_LOOKUP, 1, 64),
+    "prompt_lookup_min": _ConfigKey(_LOOKUP, 1, 64),
     "suffix_decoding_max_tree_depth": _ConfigKey((DraftMethod.SUFFIX,), 2, 256),
     "suffix_decoding_max_cached_requests": _ConfigKey((DraftMethod.SUFFIX,), 0, 100_000),
     "suffix_decoding_max_spec_factor": _ConfigKey((DraftMethod.SUFFIX,), 0.01, 100),
@@ -41,12 +53,23 @@ _KEYS: Mapping[str, _ConfigKey] = {
 }
 
 
-def parse_speculation(text: str) -> SpeculationConfig:
-    """Returns the configuration of a JSON text. Raises ConfigError, with the key and its correct values."""
+def choose_speculation(text: str | None, tensor_parallel_size: int) -> SpeculationConfig | None:
+    """Returns how tokens are drafted by the flag's text, which may be missing; None: not at all. By default, ranks that
+    share a model draft nothing, since all must draft the same number of tokens. Raises ConfigError."""
+    if text is None:
+        return _AUTO if tensor_parallel_size == 1 else None
+    return parse_speculation(text)
+
+
+def parse_speculation(text: str) -> SpeculationConfig | None:
+    """Returns the configuration of a JSON text, or None for ``none``. Raises ConfigError, with the key and its correct
+    values."""
+    if text == NONE:
+        return None
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{_FLAG}: is not valid JSON ({error}); write it as {_EXAMPLE}") from None
+        raise ConfigError(f"{_FLAG}: is not valid JSON ({error}); write it as {_EXAMPLE}, or {NONE}") from None
     if not isinstance(given, dict):
         raise ConfigError(f"{_FLAG}: must be an object, such as {_EXAMPLE}")
     method = _method(given)

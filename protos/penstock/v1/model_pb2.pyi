@@ -201,7 +201,7 @@ class Model(_message.Message):
     kv_cache_dtype: _builtins.str
     """The data type of keys and values in the KV cache: "int8", "fp8", or a type as in `dtype`."""
     speculation: _builtins.str
-    """How tokens are drafted: "ngram", "suffix", "draft_model" or "eagle3". Empty if speculation is off."""
+    """How tokens are drafted: "auto", "ngram", "suffix", "draft_model" or "eagle3". Empty if speculation is off."""
     backend: _builtins.str
     """The backend that computes: "reference", "cpu" or "cuda"."""
     version: _builtins.str

@@ -64,8 +64,15 @@ class Player:
         self._facts = backend.facts
         self._epoch = 0
 
-    def run(self, asked: list[Asked], num_tokens: int, room: int = 1 << 10) -> list[Told]:
-        """``num_tokens`` of each row, or up to 8 more; with up to ``room`` drafts in a step."""
+    def run(
+        self,
+        asked: list[Asked],
+        num_tokens: int,
+        room: int = 1 << 10,
+        repeats: Callable[[int], bool] = lambda step: False,
+    ) -> list[Told]:
+        """``num_tokens`` of each row, or up to 8 more; with up to ``room`` drafts in a step. ``repeats`` returns
+        whether the texts repeat themselves in a step."""
         self._epoch += 1
         told = [Told() for _ in asked]
         size, next_block, added = self._facts.block_size, 0, []
@@ -78,9 +85,12 @@ class Player:
             next_block = end
         chunks = [Chunk(row, 0, len(one.prompt)) for row, one in enumerate(asked)]
         self._take(StepPlan(0, [], added, [], chunks, [], max_drafts=room), told)
+        step = 0
         while going := [row for row, so_far in enumerate(told) if len(so_far.token_ids) < num_tokens]:
             decodes = [Decode(row, 1 + asked[row].max_drafts) for row in going]
-            self._take(StepPlan(0, [], [], [], [], decodes, max_drafts=room), told)
+            repeating = going if repeats(step) else []
+            self._take(StepPlan(0, [], [], [], [], decodes, max_drafts=room, repeating=repeating), told)
+            step += 1
         self.runner.run(StepPlan(0, list(range(len(asked))), [], [], [], []))
         for whole in told:
             del whole.token_ids[num_tokens:], whole.logprobs[num_tokens:]

@@ -68,9 +68,9 @@ class Speculating:
         self.path = config.model
         self.plain = self.run(None, 0)
 
-    def run(self, controller, max_drafts, room=1 << 10):
+    def run(self, controller, max_drafts, room=1 << 10, **options):
         asked = [self._asked(prompt, sampling, max_drafts) for prompt, sampling in zip(prompts(), WAYS, strict=True)]
-        return self._player(self._backend, controller).run(asked, NUM_TOKENS, room)
+        return self._player(self._backend, controller).run(asked, NUM_TOKENS, room, **options)
 
     def free(self, drafter, max_drafts):
         """Drafting that takes no time, by a clock that stands still; and drafts hardly any."""
@@ -169,6 +169,19 @@ def test_a_draft_model_of_another_vocabulary_is_refused(speculating, tmp_path, b
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_output_does_not_depend_on_the_clock(speculating, method):
     check(speculating, speculating.run(speculating.chosen(method, 4), 4, room=7))
+
+
+@pytest.mark.parametrize("period", [1, 3, 8])
+def test_nothing_changes_by_drafts_that_begin_and_end_with_repetition(speculating, period):
+    config = SpeculationConfig(DraftMethod.AUTO, 8)
+    controller = SpeculationController(
+        NgramDrafter(config), 8, StepCost(2048), runs_ahead=False, clock=lambda: 0.0, on_repetition=True
+    )
+    told = speculating.run(controller, 8, repeats=lambda step: step % (2 * period) < period)
+    assert check(speculating, told)[0] > 0
+    told = speculating.run(controller, 8)
+    assert check(speculating, told) == (0, 0)
+    check(speculating, speculating.run(speculating.chosen("auto", 8), 8, repeats=lambda step: True))
 
 
 async def test_a_worker_drafts_according_to_its_config(cpu_library, tiny_model, worker_config):

@@ -54,7 +54,7 @@ def _written(model: Model) -> Iterator[Path]:
 
 def _flags(sizes: Sizes) -> list[str]:
     workload = sizes.workload
-    flags = ["--device", sizes.device, "--backend", "cuda", "--load-format", "dummy"]
+    flags = ["--device", sizes.device, "--backend", "cuda", "--load-format", "dummy", "--speculative-config", "none"]
     flags += ["--max-model-len", str(workload.max_model_len), "--max-num-seqs", str(workload.concurrency)]
     if sizes.kv_cache_bytes is not None:
         flags += ["--kv-cache-memory-bytes", str(sizes.kv_cache_bytes)]

@@ -130,7 +130,7 @@ class Bench:
 
     def _flags(self, method: str) -> list[str]:
         if method == NONE:
-            return []
+            return ["--speculative-config", NONE]
         config = {"method": method, "num_speculative_tokens": self._arguments.max_drafts}
         if method in MODELS:
             config["model"] = MODELS[method]

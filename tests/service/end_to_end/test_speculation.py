@@ -1,6 +1,7 @@
 """Drafts as operators and callers have them: the flag, a request's bound, and what is told of them."""
 
 import asyncio
+import dataclasses
 import json
 import re
 import urllib.request
@@ -11,6 +12,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 import penstock.v1 as pb
+from penstock.clients import AsyncClient
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import RowFailure
 from penstock.scheduler.testing.fake_executor import FakeExecutor
@@ -23,6 +25,7 @@ from penstock.service.config.serve_config import ServeConfig
 from penstock.service.config.speculative import MAX_DRAFTS, parse_speculation
 
 NGRAM = SpeculationConfig(DraftMethod.NGRAM, 4)
+SILENT = ServeConfig(port=0, admin_listen="off", metrics_listen="off")
 
 
 # The flag -----------------------------------------------------------------------------------------------------------
@@ -32,12 +35,44 @@ def test_the_flag_has_vllms_keys():
     text = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5, "prompt_lookup_min": 1}'
     expected = SpeculationConfig(DraftMethod.NGRAM, 3, prompt_lookup_max=5, prompt_lookup_min=1)
     assert parse_config(["--speculative-config", text]).speculation == expected
-    assert ServeConfig().speculation is None
+
+
+def test_by_default_repetition_is_drafted_from():
+    auto = SpeculationConfig(DraftMethod.AUTO, 15)
+    assert ServeConfig().speculation == parse_config(['--speculative-config={"method": "auto"}']).speculation == auto
+    assert ServeConfig(speculative_config="none").speculation is None
+    assert ServeConfig(tensor_parallel_size=2).speculation is None, "all ranks must draft the same number of tokens"
+    assert prepare(SILENT).server.scheduler.drafts_on_repetition
+    for text in ("none", '{"method": "ngram"}'):
+        prepared = prepare(dataclasses.replace(SILENT, speculative_config=text))
+        assert not prepared.server.scheduler.drafts_on_repetition
+
+
+async def test_output_is_the_same_by_default_and_without_drafts():
+    """Greedy and sampled, from text that repeats itself and from text that does not."""
+    repeating = "The cat sat on the mat and then it went home to sleep. " * 4
+    requests = [(repeating, 0.0, 1), (repeating, 0.5, 2), ("Once upon a time", 1.0, 1)]
+    outputs: dict[str, list[list[list[int]]]] = {}
+    num_accepted: dict[str, list[int]] = {}
+    for name, flags in {"default": {}, "none": {"speculative_config": "none"}}.items():
+        with local_service(**flags) as target:
+            async with AsyncClient(target) as client:
+                answers = [
+                    await client.complete(prompt, temperature=temperature, n=n, seed=1, max_tokens=64, ignore_eos=True)
+                    for prompt, temperature, n in requests
+                ]
+        outputs[name] = [[choice.token_ids for choice in answer.choices] for answer in answers]
+        num_accepted[name] = [0 if one.speculation is None else one.speculation.accepted_tokens for one in answers]
+    assert outputs["default"] == outputs["none"]
+    assert num_accepted["none"] == [0, 0, 0]
+    assert num_accepted["default"][0] > 0
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("none", None),
+        ('{"method": "auto", "prompt_lookup_max": 6}', SpeculationConfig(DraftMethod.AUTO, 15, prompt_lookup_max=6)),
         ('{"method": "ngram"}', SpeculationConfig(DraftMethod.NGRAM, 8)),
         ('{"method": "suffix"}', SpeculationConfig(DraftMethod.SUFFIX, 16)),
         ('{"method": "ngram", "prompt_lookup_max": 1}', SpeculationConfig(DraftMethod.NGRAM, 8, None, 1, 1)),
@@ -62,8 +97,8 @@ def test_each_method_has_its_default(text, expected):
         ("ngram", "is not valid JSON .*write it as"),
         ("[" * 100_000, "is not valid JSON"),
         ('["ngram"]', "must be an object, such as"),
-        ("{}", "method: is required; there are ngram, suffix, draft_model, eagle3"),
-        ('{"method": "mtp"}', "method: there is no 'mtp'; there are ngram, suffix, draft_model, eagle3"),
+        ("{}", "method: is required; there are auto, ngram, suffix, draft_model, eagle3"),
+        ('{"method": "mtp"}', "method: there is no 'mtp'; there are auto, ngram, suffix, draft_model, eagle3"),
         ('{"method": ["ngram"]}', "method: there is no"),
         ('{"method": "ngram", "tokens": 3}', "tokens: there is no such key; ngram has num_speculative_tokens, prompt_"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens: must be .* 1 to 32; it is 0"),
@@ -71,7 +106,10 @@ def test_each_method_has_its_default(text, expected):
         ('{"method": "ngram", "num_speculative_tokens": 2.5}', "num_speculative_tokens: must be a whole number"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens: must be a whole number"),
         ('{"method": "suffix", "suffix_decoding_min_token_prob": NaN}', "suffix_decoding_min_token_prob: must be a n"),
-        ('{"method": "suffix", "prompt_lookup_max": 3}', "prompt_lookup_max: only applies to ngram; leave it out"),
+        (
+            '{"method": "suffix", "prompt_lookup_max": 3}',
+            "prompt_lookup_max: only applies to auto and ngram; leave it out",
+        ),
         ('{"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3}', "prompt_lookup_min: must be at most"),
         ('{"method": "ngram", "model": "m"}', "model: only applies to draft_model and eagle3"),
         ('{"method": "eagle3"}', "model: is required by eagle3; give a directory"),
