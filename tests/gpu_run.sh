@@ -54,7 +54,7 @@ tests() {
   PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTEST_PLUGINS=xdist.plugin,pytest_asyncio.plugin,pytest_timeout \
     step tests "${TESTS_SECONDS:-300}" "$PYTHON" -P -m pytest -p gpu_bench.print_failures -n 14 -q --timeout 120 --durations=15 -rfE \
     ${TESTS:-tests/kernels/cuda --ignore-glob=*_ahead.py --ignore-glob=*_aot.py --ignore-glob=*_compiled.py
-    tests/models/quantized/test_cuda_*.py tests/models/backends/test_cuda_backend.py
+    tests/models/quantized/test_cuda_*.py tests/models/backends/test_cuda_backend.py tests/models/backends/cuda
     tests/models/backends/test_oracle.py::test_on_cuda}
 }
 kernels() { bench kernels "${KERNELS_SECONDS:-150}" ceilings kernels products accuracy; }

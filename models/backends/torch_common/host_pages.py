@@ -15,7 +15,7 @@ PIECE_BYTES = 16 << 20
 """The size of allocations of pinned memory."""
 
 
-class Slots:
+class HostSlots:
     """The slots of one of the tensors that a block has."""
 
     def __init__(self, num_slots: int, pages: Tensor) -> None:
@@ -45,7 +45,7 @@ class HostPages:
         self.num_slots = num_slots
         self._blocks = blocks
         self._device = blocks[0].device
-        self._slots = [Slots(num_slots, pages) for pages in blocks]
+        self._slots = [HostSlots(num_slots, pages) for pages in blocks]
 
     def copy_out(self, copies: list[tuple[int, int]]) -> None:
         for blocks, slots in zip(self._blocks, self._slots, strict=True):

@@ -48,21 +48,9 @@ VARIANTS = [
 ]  # fmt: skip
 """The cases of ``test_oracle`` that have a kernel, or a path through one, of their own."""
 LONG = (
-    "cohere-qk-norm",
-    "gemma2",
-    "gemma3",
-    "gemma4-experts",
-    "gemma4-inputs",
-    "glm4-moe",
-    "gpt-neox",
-    "hunyuan",
-    "llama4",
-    "ministral3",
-    "olmo2",
-    "phi3-partial-rotary",
-    "qwen2-moe",
-    "qwen3-moe-sparse-windows",
-)
+    "cohere-qk-norm", "gemma2", "gemma3", "gemma4-experts", "gemma4-inputs", "glm4-moe", "gpt-neox", "hunyuan",
+    "llama4", "ministral3", "olmo2", "phi3-partial-rotary", "qwen2-moe", "qwen3-moe-sparse-windows",
+)  # fmt: skip
 """Those whose own part plain torch computes between the kernels, or that others have parts of: long tests, since each
 takes seconds in the interpreter."""
 

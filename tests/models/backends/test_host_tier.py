@@ -53,7 +53,7 @@ def test_pinned_memory_is_not_rounded_up_by_much(num_slots, heads, monkeypatch):
         dtype=torch.bfloat16,
         element_size=lambda: 2,
     )
-    slots = host_pages.Slots(num_slots, pages)
+    slots = host_pages.HostSlots(num_slots, pages)
     wanted_bytes = num_slots * heads * 2 * 16 * 128 * 2
     assert wanted_bytes <= pinned_bytes <= wanted_bytes * 1.02 + host_pages.PIECE_BYTES
     assert all(slots[slot].shape == pages.shape[1:] for slot in range(num_slots))
@@ -61,7 +61,7 @@ def test_pinned_memory_is_not_rounded_up_by_much(num_slots, heads, monkeypatch):
 
 def test_slots_hold_one_block_each():
     pages = torch.arange(40.0).view(10, 2, 2)
-    slots = host_pages.Slots(10, pages)
+    slots = host_pages.HostSlots(10, pages)
     for slot in range(10):
         slots[slot].copy_(pages[slot])
     assert all(slots[slot].equal(pages[slot]) for slot in range(10))

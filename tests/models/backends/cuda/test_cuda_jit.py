@@ -23,7 +23,7 @@ if not find_spec("triton"):
 
 from penstock.models.backends.cuda import backend
 
-SUPPORT = Path(__file__).parents[2] / "support"
+FOLDER_OF_DRIVER = Path(__file__).parent
 ADA = "89", str(99 << 10)
 
 # What a service does: it starts, and runs steps of all kinds. The steps of decoding are counted last.
@@ -69,7 +69,7 @@ print(json.dumps([launches.late, gpu.launched, max(stages)]))
 def run(folder: Path, *arguments: str) -> Any:
     """What the steps print. Nothing is in Triton's cache."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(SUPPORT)}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(FOLDER_OF_DRIVER)}
     command = [sys.executable, "-P", "-c", STEPS, *arguments]
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
