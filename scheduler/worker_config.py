@@ -9,7 +9,7 @@ class DraftMethod(Enum):
     """The source of drafts."""
 
     AUTO = "auto"
-    """As ``NGRAM``, but only for rows whose text repeats itself."""
+    """The drafts of ``NGRAM``, only for rows whose text repeats itself."""
     NGRAM = "ngram"
     """The tokens that followed the same tokens earlier in the row."""
     SUFFIX = "suffix"

@@ -25,7 +25,7 @@ BUCKETS = (16, 32, MAX_TOKENS)
 """The numbers of tokens that programs are compiled for; the rest of a tile is empty."""
 BLOCK_K = 128
 MULTIPROCESSORS = 132
-"""Those of Hopper. On a GPU with another number, tiles are the same."""
+"""The number of Hopper's multiprocessors. On a GPU with another number, tiles are the same."""
 MIN_PART_COLUMNS = 512
 """The minimum number of columns in a part. With fewer, its first loads take longer than all others."""
 

@@ -191,8 +191,8 @@ class SpeculationController:
     # ------------------------------------------------------------------------------------------------ which rows
 
     def _follow_repetition(self, repeating: set[Row]) -> None:
-        """Begins anew with the rows whose text has begun to repeat itself. What was learned before is forgotten, or
-        they might never be tried again."""
+        """Gives each row whose text has begun to repeat itself a new record. With its old one it might never be tried
+        again."""
         for row in repeating - self._repeating:
             if not row.prediction:
                 most = min(row.max_drafts, self._max_drafts)

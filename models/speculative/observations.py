@@ -39,7 +39,7 @@ class StepObservations:
         self._took: deque[_StepTime] = deque()
 
     def add_drafts(self, drafted: Drafted, rows: list[RowResult]) -> None:
-        """Adds the drafts of a step, and what came of them."""
+        """Adds the drafts of a step, and their outcome."""
         self._drafted.append((drafted, rows))
 
     def add_step(self, drafted: Drafted, batch: Batch, seconds: float, is_fenced: bool) -> None:

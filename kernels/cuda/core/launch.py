@@ -61,7 +61,7 @@ class KernelVariant:
     constants: Mapping[str, object]
     num_warps: int = 4
     num_stages: int = 2
-    """For Hopper. A GPU with less shared memory gets as many as fit."""
+    """The number of stages on Hopper. A GPU with less shared memory gets as many as fit."""
 
     def launch(
         self, grid: tuple[int, ...], *values: Tensor | int | float | None, **named: Tensor | int | float | None

@@ -53,7 +53,7 @@ class PromptScores:
 
 @dataclass(frozen=True)
 class HiddenReads:
-    """What rows get from a batch's hidden states besides tokens. Between ``start`` and ``finish`` nobody waits for the
+    """What rows get from a batch's hidden states besides tokens. Neither ``start`` nor ``finish`` waits for the
     device."""
 
     vectors: list[tuple[PooledRow, Tensor]]
