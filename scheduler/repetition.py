@@ -8,7 +8,8 @@ MATCH = 8
 MAX_UNPAID = 4
 """After this many consecutive steps in which no draft was accepted, a sequence has no more drafts for a while."""
 MIN_WAIT, MAX_WAIT = 16, 1024
-"""The number of tokens that a sequence then waits, at least and at most. The wait doubles each time that drafts did not pay."""
+"""The number of tokens that a sequence then waits, at least and at most. The wait doubles each time that drafts did not
+pay."""
 PORTION = 8192
 """The most tokens that a look adds to the text. A long prompt takes several looks."""
 MAX_VOCAB_SIZE = sys.maxunicode + 1
