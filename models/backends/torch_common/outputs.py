@@ -36,7 +36,6 @@ class PromptScores:
     """The log-probabilities of some tokens of a prompt, as tensors on the host."""
 
     row: Row
-    epoch: int
     position: int
     chosen: Tensor
     """(N,): those of the prompt's tokens from ``position`` on."""
@@ -48,7 +47,7 @@ class PromptScores:
     def part(self) -> PromptLogprobsPart:
         tops = [self.row.sampling.prompt_logprobs or 0] * len(self.chosen)
         joined = join_logprobs(list(token_logprobs(self.chosen, self.top_ids, self.top, tops)))
-        return PromptLogprobsPart(self.row.number, self.epoch, self.position, joined)
+        return PromptLogprobsPart(self.row.number, self.row.epoch, self.position, joined)
 
 
 @dataclass(frozen=True)
@@ -89,4 +88,4 @@ def _prompt_scores(row: Row, position: int, states: Tensor, head: Head, to_host:
     token_ids = row.history[position : position + len(logprobs)]
     assert max(token_ids) < logprobs.shape[1], "prompts' ids are checked against the tokenizer's vocabulary"
     scores = top_logprobs(logprobs, ids_on_device(token_ids, states.device), row.sampling.prompt_logprobs or 0)
-    return PromptScores(row, row.epoch, position, *map(to_host, scores))
+    return PromptScores(row, position, *map(to_host, scores))

@@ -16,7 +16,7 @@ from penstock.clients.gateway.upstream.upstream_request import Abandoned, Upstre
 FINISHED = Finished(FinishReason.LENGTH, Usage(), Timings())
 
 
-class Nobody:
+class FakeCaller:
     """A caller whose requests go nowhere."""
 
     def carry(self, start, receiver):
@@ -73,8 +73,8 @@ class Handler:
 
 @pytest.fixture
 async def passing():
-    nobody: Any = Nobody()
-    upstream_request = UpstreamRequest(nobody, [pb.GenerationStart()])
+    caller: Any = FakeCaller()
+    upstream_request = UpstreamRequest(caller, [pb.GenerationStart()])
     upstream_request.send_requests()
     handler = Handler()
     over = asyncio.create_task(upstream_request.pass_on(handler))
@@ -113,8 +113,8 @@ async def test_a_nudge_is_a_call_with_nothing(passing):
 
 
 async def test_a_handlers_exception_reaches_only_the_waiting_caller():
-    nobody: Any = Nobody()
-    upstream_request = UpstreamRequest(nobody, [pb.GenerationStart()])
+    caller: Any = FakeCaller()
+    upstream_request = UpstreamRequest(caller, [pb.GenerationStart()])
     upstream_request.send_requests()
 
     async def fail(arrivals):
@@ -208,8 +208,8 @@ class QuickHandler:
 
 @pytest.fixture
 async def passing_now():
-    nobody: Any = Nobody()
-    upstream_request = UpstreamRequest(nobody, [pb.GenerationStart()])
+    caller: Any = FakeCaller()
+    upstream_request = UpstreamRequest(caller, [pb.GenerationStart()])
     upstream_request.send_requests()
     handler, quick = Handler(), QuickHandler("b")
     over = asyncio.create_task(upstream_request.pass_on(handler, quick))
