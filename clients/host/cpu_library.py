@@ -12,7 +12,7 @@ class CpuLibrary:
     """The compiled kernels for a CPU."""
 
     levels: list[str]
-    """The instruction sets that it supports here, best first; it uses the first one. Empty if it cannot be used."""
+    """The instruction sets that it supports here, the one that it uses first. Empty if it cannot be used."""
     problem: str
     """Why it cannot be used; empty if it can."""
     remedy: str

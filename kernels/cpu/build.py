@@ -30,12 +30,14 @@ COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions"
           "-pthread")  # fmt: skip
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
-AVX512_BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")
+AVX512_VNNI = (*AVX512, "-mavx512vnni")
+AVX512_BF16 = (*AVX512_VNNI, "-mavx512bf16")
 ARMV8_2, ARMV8_2_OF_ZIG = "-march=armv8.2-a", "-mcpu=generic"  # Zig names processors only
 LEVEL_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "avx2.cpp": AVX2,
         "avx512.cpp": AVX512,
+        "avx512_vnni.cpp": AVX512_VNNI,
         "avx512_bf16.cpp": AVX512_BF16,
         "amx.cpp": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     },

@@ -82,7 +82,7 @@ __attribute__((noinline)) static void write_output(const PagedAttention& attenti
 
 // Offsets in the scratch memory, in bytes.
 struct Scratch {
-  int64_t queries;  // words of all rows of the item
+  int64_t queries;  // factors of all rows of the item
   int64_t query;    // one Query per row
   int64_t totals;   // one record per row
   int64_t result;   // one record
@@ -95,7 +95,7 @@ INLINE Scratch scratch_of(const PagedAttention& attention) {
   const int64_t rows = static_cast<int64_t>(QUERY_TILE) * group_size(attention), padded = padded_head(attention.kv);
   const int64_t record = record_floats(attention) * WORD;
   Scratch at = {};
-  at.query = at.queries + rows * padded * WORD;  // INT8 and BF16 need half of this
+  at.query = at.queries + rows * padded * WORD;  // at most
   at.totals = at.query + (rows * static_cast<int64_t>(sizeof(Query)) + VECTOR - 1) / VECTOR * VECTOR;
   at.result = at.totals + rows * record;
   at.scores = at.result + record;
@@ -130,6 +130,13 @@ struct Work {
   int first(int index) const { return first_seen(last(index) - 1, attention.window, attention.chunked); }
 };
 
+// The factors of the queries from row `index` on.
+template <class Kv>
+INLINE uint8_t* factors_of(const Work& work, int index) {
+  const int64_t row_bytes = Kv::ROWS * padded_head(work.attention.kv) / Kv::PER * Kv::FACTOR_BYTES;
+  return work.scratch + work.at.queries + index * row_bytes;
+}
+
 template <class Kv>
 static void prepare_queries(const Work& work) {
   const PagedAttention& attention = work.attention;
@@ -140,13 +147,12 @@ static void prepare_queries(const Work& work) {
     const int64_t token = work.row.token + work.item.query_begin - work.row.start + i / work.group;
     const int head = work.kv_head * work.group + i % work.group;
     const float* x = attention.queries + token * attention.query_stride + static_cast<int64_t>(head) * head_dim;
-    uint8_t* words = work.scratch + work.at.queries + static_cast<int64_t>(i) * Kv::ROWS * padded / Kv::PER * WORD;
     alignas(VECTOR) float transformed[MAX_HEAD_DIM];
     if (transforms) {
       hadamard(x, head_dim, transformed);
       x = transformed;
     }
-    work.query()[i] = Kv::prepare_query(x, head_dim, padded, scale, words);
+    work.query()[i] = Kv::prepare_query(x, head_dim, padded, scale, factors_of<Kv>(work, i));
   }
 }
 
@@ -161,7 +167,7 @@ static Block make_block(const Work& work, int split, int begin, int end) {
   block.padded = padded;
   block.section = section_bytes(layout);
   block.streams = begin == 0;
-  block.queries = work.scratch + work.at.queries + static_cast<int64_t>(begin) * Kv::ROWS * padded / Kv::PER * WORD;
+  block.queries = factors_of<Kv>(work, begin);
   block.scores = work.scratch + work.at.scores;
   block.values = work.scratch + work.at.values;
   block.first_page = larger(work.first(begin), split * SPLIT) / LANES;

@@ -1,5 +1,5 @@
-// The differences between KV formats: how a query is converted to words that multiply keys, a sum to a score, and a row
-// of weights to words that multiply values.
+// The differences between KV formats: how a query is converted to factors of keys, a sum to a score, and a row of weights
+// to factors of values. A factor has the numbers that are multiplied with those of a word.
 //
 // BF16 rounds queries and weights to bfloat16. The rounded weights are summed, so that the result is still a weighted
 // mean. INT8 keeps queries and weights in two bytes each, 15 and 16 bits. That costs two dot products of 4, where BF16
@@ -36,15 +36,17 @@ INLINE Floats load_floats(const void* p) { return as_floats(load_ints(p)); }
 
 struct F32Kv {
   static constexpr int PER = 1;   // numbers in a word
-  static constexpr int ROWS = 1;  // rows of words per query
+  static constexpr int ROWS = 1;  // rows of factors per query
+  static constexpr int FACTOR_BYTES = WORD;
   typedef FloatPart Sum;
 
+  INLINE IntPart spread(const uint8_t* factor) { return spread_word(factor); }
   INLINE Sum add_keys(Sum sum, IntPart keys, IntPart query) { return add_floats(sum, keys, query); }
   INLINE Sum add_values(Sum sum, IntPart values, IntPart weights) { return add_floats(sum, values, weights); }
 
-  static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* words) {
+  static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* factors) {
     for (int dim = 0; dim < padded; dim += LANES)
-      store_ints(words + dim * WORD, as_ints(load_up_to(x + dim, head_dim - dim)));
+      store_ints(factors + dim * WORD, as_ints(load_up_to(x + dim, head_dim - dim)));
     return {scale, 0, 0};
   }
 
@@ -89,14 +91,16 @@ INLINE Floats rough_weight(Floats x, float largest) {
 struct Bf16Kv {
   static constexpr int PER = 2;
   static constexpr int ROWS = 1;
+  static constexpr int FACTOR_BYTES = PER * BF16_FACTOR_BYTES;
   typedef FloatPart Sum;
 
-  INLINE Sum add_keys(Sum sum, IntPart keys, IntPart query) { return add_pairs(sum, keys, query); }
-  INLINE Sum add_values(Sum sum, IntPart values, IntPart weights) { return add_pairs(sum, values, weights); }
+  INLINE SpreadPair spread(const uint8_t* factor) { return spread_pair(factor); }
+  INLINE Sum add_keys(Sum sum, IntPart keys, SpreadPair query) { return add_pairs(sum, keys, query); }
+  INLINE Sum add_values(Sum sum, IntPart values, SpreadPair weights) { return add_pairs(sum, values, weights); }
 
-  static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* words) {
-    bf16* out = reinterpret_cast<bf16*>(words);
-    for (int dim = 0; dim < padded; dim += LANES) store_bf16(out + dim, load_up_to(x + dim, head_dim - dim));
+  static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* factors) {
+    for (int dim = 0; dim < padded; dim += LANES)
+      store_bf16_factors(factors + dim * BF16_FACTOR_BYTES, load_up_to(x + dim, head_dim - dim));
     return {scale, 0, 0};
   }
 
@@ -107,9 +111,9 @@ struct Bf16Kv {
   static Weights weigh(uint8_t* scores, int num_pages, float largest, const uint8_t* const*, int64_t) {
     Floats sum = {};
     for (int page = 0; page < num_pages; page++) {
-      bf16* out = reinterpret_cast<bf16*>(scores) + page * LANES;  // never past the scores that are already read
-      store_bf16(out, rough_weight(load_floats(scores + page * VECTOR), largest));
-      sum += load_bf16(out);
+      uint8_t* out = scores + page * LANES * BF16_FACTOR_BYTES;  // never past the scores that are already read
+      store_bf16_factors(out, rough_weight(load_floats(scores + page * VECTOR), largest));
+      sum += load_bf16_factors(out);
     }
     return {PENSTOCK_LEVEL::sum(sum), 1};
   }
@@ -121,22 +125,24 @@ struct Bf16Kv {
 struct Int8Kv {
   static constexpr int PER = 4;
   static constexpr int ROWS = 2;
+  static constexpr int FACTOR_BYTES = WORD;
   static constexpr int QUERY_BASE = 128, WEIGHT_BASE = 256;
   static constexpr float QUERY_LARGEST = 127.0f * QUERY_BASE, WEIGHT_LARGEST = 65535.0f;
   typedef IntPart Sum;
 
+  INLINE IntPart spread(const uint8_t* factor) { return spread_word(factor); }
   INLINE Sum add_keys(Sum sum, IntPart keys, IntPart query) { return add_quads(sum, with_excess(keys), query); }
   INLINE Sum add_values(Sum sum, IntPart values, IntPart weights) { return add_weighted(sum, weights, values); }
 
-  static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* words) {
+  static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* factors) {
     const float range = largest_magnitude(x, head_dim);
     const float by = range > 0 ? QUERY_LARGEST / range : 0;
     Ints high_sum = {}, low_sum = {};
     for (int dim = 0; dim < padded; dim += LANES) {
       Ints code = to_ints_nearest(load_up_to(x + dim, head_dim - dim) * by);
       Ints high = (code + QUERY_BASE / 2) >> 7, low = code - high * QUERY_BASE;
-      store_bytes(words + dim, high);
-      store_bytes(words + padded + dim, low);
+      store_bytes(factors + dim, high);
+      store_bytes(factors + padded + dim, low);
       high_sum += high;
       low_sum += low;
     }

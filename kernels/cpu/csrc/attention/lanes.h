@@ -43,6 +43,17 @@ INLINE IntPart spread_word(const uint8_t* p) {
   return IntPart{} + word;
 }
 
+// Two factors of bfloat16, each broadcast to all lanes.
+#if defined(MULTIPLIES_BF16)
+typedef IntPart SpreadPair;
+INLINE SpreadPair spread_pair(const uint8_t* p) { return spread_word(p); }
+#else
+struct SpreadPair {
+  IntPart first, second;
+};
+INLINE SpreadPair spread_pair(const uint8_t* p) { return {spread_word(p), spread_word(p + BF16_FACTOR_BYTES)}; }
+#endif
+
 INLINE FloatPart add_product(FloatPart sum, FloatPart a, FloatPart b) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, sum);
@@ -56,12 +67,11 @@ INLINE FloatPart add_floats(FloatPart sum, IntPart a, IntPart b) {
 }
 
 // sum + the products of two bfloat16, in each lane.
-INLINE FloatPart add_pairs(FloatPart sum, IntPart a, IntPart b) {
+INLINE FloatPart add_pairs(FloatPart sum, IntPart a, SpreadPair b) {
 #if defined(MULTIPLIES_BF16)
   return dot2(sum, a, b);
 #else
-  const int32_t high = static_cast<int32_t>(0xffff0000u);
-  return add_floats(add_floats(sum, a << 16, b << 16), a & high, b & high);
+  return add_floats(add_floats(sum, a << 16, b.first), a & static_cast<int32_t>(0xffff0000u), b.second);
 #endif
 }
 

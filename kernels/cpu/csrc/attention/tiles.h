@@ -17,17 +17,23 @@ namespace paged {
 constexpr int BLOCK_ROWS = 32;
 constexpr int SPLIT_PAGES = SPLIT / LANES;
 
-// The vectors of 16 sums and the rows of a tile: as many as fit in registers, with some left for the operands.
+// A tile's rows, and the vectors of 16 numbers that have room in registers: one per row of sums, and OPERANDS others.
 #if defined(__AVX512F__)
-constexpr int TILE_SUMS = 16, TILE_ROWS = 8;
+constexpr int TILE_ROWS = 12, TILE_VECTORS = 32, OPERANDS = 2;
 #elif defined(__AVX2__) || defined(__aarch64__)
-constexpr int TILE_SUMS = 4, TILE_ROWS = 4;
+constexpr int TILE_ROWS = 4, TILE_VECTORS = 4, OPERANDS = 0;
 #else
-constexpr int TILE_SUMS = 2, TILE_ROWS = 2;
+constexpr int TILE_ROWS = 2, TILE_VECTORS = 2, OPERANDS = 0;
 #endif
 
 // How many sections ahead of their use sections are prefetched: as many as memory delivers in twice its latency.
 constexpr int AHEAD = 4;
+
+// The sections of keys or of values that stay in the L1 cache beside queries or sums, in bytes.
+constexpr int CACHED_BYTES = 16 << 10;
+
+constexpr int smaller(int a, int b) { return a < b ? a : b; }
+constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -46,10 +52,12 @@ struct Block {
   // In the order in which memory is read: the keys of the pages, their values, and the keys of the next pages, or null.
   const uint8_t* sections[2 * SPLIT_PAGES + AHEAD];
   bool streams;            // sections come from memory, so the next ones are prefetched
-  const uint8_t* queries;  // words [rows][padded / PER]
-  uint8_t* scores;         // words [rows][SPLIT]: sums, then scores, then weights
+  const uint8_t* queries;  // factors [rows][padded / PER]
+  uint8_t* scores;         // words [rows][SPLIT]: sums, then scores, then the weights' factors
   uint8_t* values;         // words [rows][padded]
 
+  // The pages that all rows are computed with before the next ones.
+  int pages_at_once() const { return smaller(larger(static_cast<int>(CACHED_BYTES / section), 1), AHEAD); }
   const uint8_t* const* keys() const { return sections; }
   const uint8_t* const* page_values() const { return sections + num_pages; }
   // The section to prefetch while the rows from `row` on are computed; null: none.
@@ -59,18 +67,15 @@ struct Block {
   }
 };
 
-constexpr int smaller(int a, int b) { return a < b ? a : b; }
-constexpr int larger(int a, int b) { return a > b ? a : b; }
-
-// The number of vectors that the tile has room for, a power of two up to 8.
+// The vectors of a tile with so many rows, a power of two up to 8.
 constexpr int vectors_of(int rows) {
   int vectors = 1;
-  while (vectors < 8 && rows * vectors * 2 <= TILE_SUMS) vectors *= 2;
+  while (vectors < 8 && (rows + OPERANDS) * vectors * 2 <= TILE_VECTORS) vectors *= 2;
   return vectors;
 }
 
 // The next smaller of 8, 4, 3, 2, 1: seven rows are computed as four and three.
-constexpr int fewer_rows(int rows) { return rows > 4 ? 4 : rows - 1; }
+constexpr int fewer_rows(int rows) { return rows > 8 ? 8 : rows > 4 ? 4 : rows - 1; }
 
 // -------------------------------------------------------------------------------------------------- queries by keys
 
@@ -78,7 +83,7 @@ template <class Kv, int ROWS, int PAGES>
 static void score_tile(const Block& block, int row, int page) {
   constexpr int COLUMNS = PAGES * PARTS;  // registers that hold the pages' tokens
   const int words = block.padded / Kv::PER;
-  const uint8_t* queries = block.queries + static_cast<int64_t>(row) * words * WORD;
+  const uint8_t* queries = block.queries + static_cast<int64_t>(row) * words * Kv::FACTOR_BYTES;
   const uint8_t* const* keys = block.keys() + page;
   typename Kv::Sum sums[ROWS][COLUMNS] = {};
   for (int p = 0, word = 0; p < PAGES; p++) {
@@ -89,7 +94,7 @@ static void score_tile(const Block& block, int row, int page) {
         part[c] = load_part(keys[c / PARTS] + word * VECTOR + c % PARTS * PART_BYTES);
       if (ahead) ask_for(ahead + line * VECTOR, PAGES);
       UNROLL for (int r = 0; r < ROWS; r++) {
-        const IntPart query = spread_word(queries + (r * words + word) * WORD);
+        const auto query = Kv::spread(queries + (r * words + word) * Kv::FACTOR_BYTES);
         UNROLL for (int c = 0; c < COLUMNS; c++) sums[r][c] = Kv::add_keys(sums[r][c], part[c], query);
       }
     }
@@ -100,17 +105,17 @@ static void score_tile(const Block& block, int row, int page) {
 }
 
 template <class Kv, int ROWS, int PAGES>
-static void score_pages(const Block& block, int row, int page) {
-  for (; page + PAGES <= block.num_pages; page += PAGES) score_tile<Kv, ROWS, PAGES>(block, row, page);
-  if constexpr (PAGES > 1) score_pages<Kv, ROWS, PAGES / 2>(block, row, page);
+static void score_pages(const Block& block, int row, int begin, int end) {
+  for (; begin + PAGES <= end; begin += PAGES) score_tile<Kv, ROWS, PAGES>(block, row, begin);
+  if constexpr (PAGES > 1) score_pages<Kv, ROWS, PAGES / 2>(block, row, begin, end);
 }
 
-// Computes the sums of the rows from `row` on with all pages.
+// Computes the sums of the rows from `row` on with pages [begin, end).
 template <class Kv, int ROWS = TILE_ROWS>
-static void score_rows(const Block& block, int row) {
+static void score_rows(const Block& block, int row, int begin, int end) {
   constexpr int PAGES = smaller(vectors_of(ROWS), AHEAD);
-  for (; row + ROWS <= block.rows; row += ROWS) score_pages<Kv, ROWS, PAGES>(block, row, 0);
-  if constexpr (ROWS > 1) score_rows<Kv, fewer_rows(ROWS)>(block, row);
+  for (; row + ROWS <= block.rows; row += ROWS) score_pages<Kv, ROWS, PAGES>(block, row, begin, end);
+  if constexpr (ROWS > 1) score_rows<Kv, fewer_rows(ROWS)>(block, row, begin, end);
 }
 
 // ------------------------------------------------------------------------------------------------- weights by values
@@ -129,13 +134,13 @@ static void value_tile(const Block& block, int row, int vector, int begin, int e
   for (int page = begin; page < end; page++) {
     const uint8_t* values = block.page_values()[page] + vector * VECTOR;
     const uint8_t* ahead = block.ahead_of_values(page, row);
-    const uint8_t* weights = block.scores + row * SPLIT_BYTES + page * WORDS * WORD;
+    const uint8_t* weights = block.scores + row * SPLIT_BYTES + page * WORDS * Kv::FACTOR_BYTES;
     for (int word = 0; word < WORDS; word++, values += stride) {
       IntPart part[COLUMNS];
       UNROLL for (int c = 0; c < COLUMNS; c++) part[c] = load_part(values + c * PART_BYTES);
       if (ahead) ask_for(ahead + (vector * WORDS + word * VECTORS) * VECTOR, VECTORS);
       UNROLL for (int r = 0; r < ROWS; r++) {
-        const IntPart weight = spread_word(weights + r * SPLIT_BYTES + word * WORD);
+        const auto weight = Kv::spread(weights + r * SPLIT_BYTES + word * Kv::FACTOR_BYTES);
         UNROLL for (int c = 0; c < COLUMNS; c++) sums[r][c] = Kv::add_values(sums[r][c], part[c], weight);
       }
     }
@@ -151,32 +156,33 @@ static void value_vectors(const Block& block, int row, int vector, int begin, in
   if constexpr (VECTORS > 1) value_vectors<Kv, ROWS, VECTORS / 2>(block, row, vector, begin, end);
 }
 
-// Computes the sums of the rows from `row` on over all pages. While pages stream from memory, a few at a time are
-// processed for the whole head, so that memory is read in the order of the prefetches.
+// Adds pages [begin, end) to the sums of the rows from `row` on.
 template <class Kv, int ROWS = TILE_ROWS>
-static void value_rows(const Block& block, int row) {
+static void value_rows(const Block& block, int row, int begin, int end) {
   constexpr int VECTORS = vectors_of(ROWS);
-  for (; row + ROWS <= block.rows; row += ROWS) {
-    const int step = block.streams && row == 0 ? AHEAD : block.num_pages;
-    for (int page = 0; page < block.num_pages; page += step)
-      value_vectors<Kv, ROWS, VECTORS>(block, row, 0, page, smaller(page + step, block.num_pages));
-  }
-  if constexpr (ROWS > 1) value_rows<Kv, fewer_rows(ROWS)>(block, row);
+  for (; row + ROWS <= block.rows; row += ROWS) value_vectors<Kv, ROWS, VECTORS>(block, row, 0, begin, end);
+  if constexpr (ROWS > 1) value_rows<Kv, fewer_rows(ROWS)>(block, row, begin, end);
 }
 
 #undef UNROLL
 
 // --------------------------------------------------------------------------------------------------------- a block
 
-// Computes the sums of all rows: `scores`, then `values` from the weights that replaced the scores.
+// Computes the sums of all rows: `scores`, then `values` from the weights that replaced the scores. All rows are computed
+// with a few pages before the next ones, so that their sections stay in the L1 cache, and memory is read in the order of
+// the prefetches.
 template <class Kv>
 inline void multiply_keys(const Block& block) {
-  score_rows<Kv>(block, 0);
+  const int step = block.pages_at_once();
+  for (int page = 0; page < block.num_pages; page += step)
+    score_rows<Kv>(block, 0, page, smaller(page + step, block.num_pages));
 }
 
 template <class Kv>
 inline void multiply_values(const Block& block) {
-  value_rows<Kv>(block, 0);
+  const int step = block.pages_at_once();
+  for (int page = 0; page < block.num_pages; page += step)
+    value_rows<Kv>(block, 0, page, smaller(page + step, block.num_pages));
 }
 
 }  // namespace paged

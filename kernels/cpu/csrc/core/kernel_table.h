@@ -237,6 +237,7 @@ struct Kernels {
 // Null if the library was built without them, or the machine lacks the instructions.
 const Kernels* kernels_amx();
 const Kernels* kernels_avx512_bf16();
+const Kernels* kernels_avx512_vnni();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();
 const Kernels* kernels_neon_bf16();

@@ -98,8 +98,17 @@ INLINE Words narrowed(Floats x) {  // to nearest, ties to even: 16 bits in the l
   return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
 
-#if !defined(MULTIPLIES_BF16)
+// The factors of a product with bfloat16 are rounded to it, and stored as float32 where the product converts its other
+// operand anyway: converting both would take time.
+#if defined(MULTIPLIES_BF16)
+constexpr int BF16_FACTOR_BYTES = 2;
+INLINE void store_bf16_factors(void* p, Floats x) { store_bf16(static_cast<bf16*>(p), x); }
+INLINE Floats load_bf16_factors(const void* p) { return load_bf16(static_cast<const bf16*>(p)); }
+#else
+constexpr int BF16_FACTOR_BYTES = 4;
 INLINE void store_bf16(bf16* p, Floats x) { store_halves(p, narrowed(x)); }
+INLINE void store_bf16_factors(void* p, Floats x) { store_ints(p, as_ints(narrowed(x) << 16)); }
+INLINE Floats load_bf16_factors(const void* p) { return as_floats(load_ints(p)); }
 #endif
 
 // ----------------------------------------------------------------------------------------------------------------- int8

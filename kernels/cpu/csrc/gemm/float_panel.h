@@ -13,12 +13,6 @@ using penstock::Matrix;
 // Columns of all 16 rows that are packed before the next ones, so that this part of the panel stays in the L1 cache.
 constexpr int PACKED_AT_ONCE = 256;
 
-#if defined(MULTIPLIES_BF16)
-constexpr int BF16_INPUT_BYTES = 2;  // per column
-#else
-constexpr int BF16_INPUT_BYTES = 4;  // float32 with a bfloat16's value: converting in the product would take time
-#endif
-
 #if defined(__AMX_BF16__)
 constexpr int BF16_FILL = 32;  // panels and inputs are padded with zeros to a multiple of a tile's columns
 #else
@@ -39,7 +33,7 @@ INLINE int64_t float_input_bytes(int columns, int bytes) {
 static int64_t f32_panel_bytes(int columns) { return static_cast<int64_t>(columns) * LANES * 4; }
 static int64_t bf16_panel_bytes(int columns) { return bf16_filled(columns) * LANES * 2; }
 static int64_t f32_input_bytes(int columns) { return float_input_bytes(columns, 4); }
-static int64_t bf16_input_bytes(int columns) { return float_input_bytes(columns, BF16_INPUT_BYTES); }
+static int64_t bf16_input_bytes(int columns) { return float_input_bytes(columns, BF16_FACTOR_BYTES); }
 
 // Writes n columns of a row, or zeros for a null row, to lane `lane` of float32 lines.
 INLINE void pack_floats(const float* row, int n, int lane, uint8_t* lines) {
@@ -123,12 +117,7 @@ static void bf16_prepare(int columns, const float* x, uint8_t* out) {
   const int filled = BF16_FILL > LANES ? static_cast<int>(bf16_filled(columns)) : columns;
   for (int c = 0; c < filled; c += LANES) {
     const int left = columns - c < 0 ? 0 : columns - c;
-    const Floats value = left < LANES ? load_some(x + c, left) : load(x + c);
-#if defined(MULTIPLIES_BF16)
-    store_bf16(reinterpret_cast<bf16*>(out) + c, value);
-#else
-    store_ints(out + static_cast<int64_t>(c) * 4, as_ints(narrowed(value) << 16));
-#endif
+    store_bf16_factors(out + static_cast<int64_t>(c) * BF16_FACTOR_BYTES, load_up_to(x + c, left));
   }
 }
 
