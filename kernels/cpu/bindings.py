@@ -185,7 +185,7 @@ class Kernels(Structure):
         ("gated", CFUNCTYPE(None, _P, _P, _I, _I, _P)),
         ("activate", CFUNCTYPE(None, _P, _I, _I)),
         ("rotate", CFUNCTYPE(None, _P, _P, _P, _I)),
-        ("write_kv", CFUNCTYPE(None, POINTER(KvLayout), _P, _I, _P, _P)),
+        ("write_kv", CFUNCTYPE(None, POINTER(KvLayout), _P, _I, _I, _P, _P, c_int64)),
         ("attention_scratch", CFUNCTYPE(_L, POINTER(PagedAttention))),
         ("partial_floats", CFUNCTYPE(_L, POINTER(PagedAttention))),
         ("attend", CFUNCTYPE(None, POINTER(PagedAttention), POINTER(AttentionRow), POINTER(AttentionItem), _P, _P)),

@@ -85,14 +85,15 @@ def _formats(backend: CpuBackend) -> set[StorageFormat]:
 def _run(
     backend: CpuBackend, load: ProfiledLoad, limits: StageLimits, on_progress: Callable[[str], object]
 ) -> tuple[list[list[_Timed]], list[_Timed]]:
-    """Returns the steps of each round's prompts, and all steps of decoding."""
+    """Returns the steps of each round's prompts, and all steps of decoding. A first round, of prompts only, does not
+    count: the system clears memory that is written for the first time."""
     runner = Runner(backend)
     runner.warm()
     prefills, decodes = [], []
     rows, blocks, prompt = range(load.rows), load.blocks_per_row, load.prompt_tokens
     ids = max(1, min(NUM_IDS, backend.model.model.num_logits - FIRST_ID))
-    for number in range(load.rounds):
-        on_progress(f"round {number + 1} of {load.rounds}")
+    for number in range(load.rounds + 1):
+        on_progress(f"round {number} of {load.rounds}" if number else "first prompts, not counted")
         added = [
             AddedRow(row, number, [FIRST_ID + (number + row * 7 + i) % ids for i in range(prompt)], prompt, 0,
                      list(range(row * blocks, (row + 1) * blocks)), SamplingParams(temperature=0.0))
@@ -105,11 +106,12 @@ def _run(
                 [ComputedSpan(chunk.start, chunk.end) for chunk in chunks], sum(chunk.end == prompt for chunk in chunks)
             )
             steps.append(_timed(backend, runner, StepPlan(0, [], new, [], chunks, []), least))
-        prefills.append(steps)
-        plan = StepPlan(0, [], [], [], [], [Decode(row, 1) for row in rows])
-        for position in range(prompt, prompt + load.output_tokens - 1):
-            least = limits.of_step([ComputedSpan(position, position + 1)] * load.rows, load.rows)
-            decodes.append(_timed(backend, runner, plan, least))
+        if number > 0:
+            prefills.append(steps)
+            plan = StepPlan(0, [], [], [], [], [Decode(row, 1) for row in rows])
+            for position in range(prompt, prompt + load.output_tokens - 1):
+                least = limits.of_step([ComputedSpan(position, position + 1)] * load.rows, load.rows)
+                decodes.append(_timed(backend, runner, plan, least))
         runner.run(StepPlan(0, list(rows), [], [], [], []))
     return prefills, decodes
 

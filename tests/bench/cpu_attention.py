@@ -88,9 +88,8 @@ class Pages:
 
     def write(self) -> None:
         """Fills the first page."""
-        for slot in range(LANES):
-            key, value = self.keys[slot].ctypes.data, self.values[slot].ctypes.data
-            self._table.write_kv(self._layout, self._memory.ctypes.data, slot, key, value)
+        keys, values, stride = self.keys.ctypes.data, self.values.ctypes.data, self.keys[0].size
+        self._table.write_kv(self._layout, self._memory.ctypes.data, 0, LANES, keys, values, stride)
 
     def attend(self, begin: int, end: int, kv_head: int, first_page: int = 0) -> float:
         """Seconds of the queries at positions [begin, end) of a row whose pages start at one of the scattered ones."""

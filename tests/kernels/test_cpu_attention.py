@@ -64,8 +64,9 @@ def test_a_page_holds_what_was_written(table: Kernels, kv_format: StorageFormat,
     page = aligned(layout.page_bytes)
     keys, values = rng.standard_normal((2, LANES, 3, head_dim), np.float32) * 3
     keys[4] = values[4] = 0
-    for slot in range(LANES):
-        table.write_kv(layout, page.ctypes.data, slot, keys[slot].ctypes.data, values[slot].ctypes.data)
+    for begin, end in pairwise([0, 1, 2, 5, 6, 13, LANES]):
+        rows, slot = (keys[begin].ctypes.data, values[begin].ctypes.data), end - 1
+        table.write_kv(layout, page.ctypes.data, begin, end - begin, *rows, keys[0].size)
         got_keys, got_values = unpack(layout, page[:-GUARD])
         assert (got_values[slot + 1 :] == 0).all(), "a slot that is masked weighs nothing only if finite"
         for got, want in ((got_keys, keys), (got_values, values)):

@@ -164,9 +164,12 @@ class Sequence:
 
     def write(self, begin: int, end: int) -> None:
         """The KV of some positions, in order."""
-        for i in range(begin, end):
-            page = self.page(i // LANES).ctypes.data
-            self.table.write_kv(self.layout, page, i % LANES, self.keys[i].ctypes.data, self.values[i].ctypes.data)
+        while begin < end:
+            page, slot = self.page(begin // LANES).ctypes.data, begin % LANES
+            tokens = min(end - begin, LANES - slot)
+            rows = self.keys[begin].ctypes.data, self.values[begin].ctypes.data
+            self.table.write_kv(self.layout, page, slot, tokens, *rows, self.keys[0].size)
+            begin += tokens
 
     def attend(
         self,

@@ -47,6 +47,15 @@ IK_OPTIONS = (
     # Attention for the usual types of KV. With all types, compiling takes far longer.
     "-DGGML_IQK_FA_ALL_QUANTS=OFF",
 )  # fmt: skip
+IK_MISSING_SCRIPT = "common/cmake/build-info-gen-cpp.cmake"
+"""The only file of the build that the source distribution lacks. It fills in a version."""
+IK_SCRIPT = """set(BUILD_NUMBER 0)
+set(BUILD_COMMIT "none")
+set(BUILD_COMPILER "unknown")
+set(BUILD_TARGET "unknown")
+set(HERE "${CMAKE_CURRENT_LIST_DIR}/..")
+configure_file("${HERE}/build-info.cpp.in" "${HERE}/build-info.cpp" @ONLY)
+"""
 
 
 class Installer:
@@ -104,6 +113,10 @@ class Installer:
         """A fork of llama.cpp with faster products on CPUs. Its server reads the same files."""
         self._environment("llama.cpp")
         sources = self._sources("ik_llama.cpp", IK_SDIST) / "vendor/ik_llama.cpp"
+        script = sources / IK_MISSING_SCRIPT
+        if not script.exists():
+            script.parent.mkdir(exist_ok=True)
+            script.write_text(IK_SCRIPT)
         self._build("ik_llama.cpp", sources, IK_OPTIONS, ["llama-server"])
 
     def llama_programs(self, *names: str) -> list[Path]:

@@ -48,9 +48,35 @@ INLINE Floats sums_and_differences(Floats x) {
   return fma(x, load(signs), exchanged<H>(x));
 }
 
+// Transforms `vectors` vectors together, a power of two.
+template <int VECTORS>
+INLINE void transform(Floats (&x)[VECTORS]) {
+  for (int i = 0; i < VECTORS; i++)
+    x[i] = sums_and_differences<8>(sums_and_differences<4>(sums_and_differences<2>(sums_and_differences<1>(x[i]))));
+  for (int half = 1; half < VECTORS; half *= 2)
+    for (int i = 0; i < VECTORS; i++) {
+      if (i & half) continue;
+      const Floats a = x[i], b = x[i + half];
+      x[i] = a + b;
+      x[i + half] = a - b;
+    }
+}
+
+// A head of VECTORS vectors, in registers.
+template <int VECTORS>
+INLINE void transform_head(const float* from, float* to) {
+  constexpr int LANES = penstock::LANES;
+  Floats x[VECTORS];
+  for (int i = 0; i < VECTORS; i++) x[i] = load(from + i * LANES);
+  transform(x);
+  for (int i = 0; i < VECTORS; i++) store(to + i * LANES, x[i]);
+}
+
 // Transforms `from`, padded with zeros to whole vectors.
 static void hadamard(const float* from, int head_dim, float* to) {
   constexpr int LANES = penstock::LANES;
+  if (head_dim == 4 * LANES) return transform_head<4>(from, to);
+  if (head_dim == 8 * LANES) return transform_head<8>(from, to);
   const int block = hadamard_block(head_dim);
   for (int dim = 0; dim < head_dim; dim += LANES) {
     Floats x = load_up_to(from + dim, head_dim - dim);

@@ -212,8 +212,10 @@ struct Kernels {
   // Rotates the first 2 * half dimensions of a head in place: (x_i, x_{i+half}) is rotated by the angle with the given
   // cosine and sine.
   void (*rotate)(float* head, const float* cosines, const float* sines, int half);
-  // Writes a token's keys and values, kv_heads * head_dim floats each, to a slot of a page; slot 0 zeroes the page.
-  void (*write_kv)(const KvLayout& layout, uint8_t* page, int slot, const float* keys, const float* values);
+  // Writes the keys and values of `tokens` tokens, kv_heads * head_dim floats each and `stride` floats apart, to a page
+  // from a slot on; slot 0 zeroes the page.
+  void (*write_kv)(const KvLayout& layout, uint8_t* page, int slot, int tokens, const float* keys, const float* values,
+                   int64_t stride);
 
   // The bytes of scratch memory that `attend` needs, and the floats of one query head's partial result of one split.
   int64_t (*attention_scratch)(const PagedAttention& attention);

@@ -112,6 +112,7 @@ void StepRun::rotate_and_write(const DecoderLayer& layer, uint8_t* pages) {
   each(num_page_items_, [&](int i, int thread) {
     const PageItem& item = page_items_[i];
     const AttentionRow& row = rows_[item.row];
+    uint8_t* page = pages + row.pages[item.begin / LANES] * m.page_bytes;
     for (int position = item.begin; position < item.end; position++) {
       int token = row.token + position - row.start;
       float* query = qkv_ + static_cast<int64_t>(token) * qkv_size_;
@@ -140,15 +141,22 @@ void StepRun::rotate_and_write(const DecoderLayer& layer, uint8_t* pages) {
         float beyond = std::log(1.0f + static_cast<float>(periods));
         if (beyond > 0) kernels_.scale(query, 1.0f + m.query_scaling_beta * beyond, query_size_);
       }
-      if (layer.has_kv) write_kv(layer, pages + row.pages[position / LANES] * m.page_bytes, position % LANES, key, value);
+      if (layer.has_kv && layer.values_are_keys) write_kv(layer, page, position % LANES, 1, key, value);
     }
+    if (!layer.has_kv || layer.values_are_keys) return;
+    float* keys = qkv_ + static_cast<int64_t>(row.token + item.begin - row.start) * qkv_size_ + query_size_;
+    write_kv(layer, page, item.begin % LANES, item.end - item.begin, keys, keys + kv_size_);
   });
 }
 
-void StepRun::write_kv(const DecoderLayer& layer, uint8_t* page, int slot, const float* key, float* value) {
-  for (int head = 0; head < num_kv_heads_ && layer.value_norm.weight; head++)
-    norm(layer.value_norm, value + head * head_dim_, head_dim_, value + head * head_dim_);
-  kernels_.write_kv(layer.kv, page, slot, key, value);
+void StepRun::write_kv(const DecoderLayer& layer, uint8_t* page, int slot, int tokens, const float* keys,
+                       float* values) {
+  for (int token = 0; token < tokens && layer.value_norm.weight; token++)
+    for (int head = 0; head < num_kv_heads_; head++) {
+      float* value = values + token * qkv_size_ + head * head_dim_;
+      norm(layer.value_norm, value, head_dim_, value);
+    }
+  kernels_.write_kv(layer.kv, page, slot, tokens, keys, values, qkv_size_);
 }
 
 void StepRun::attend(const DecoderLayer& layer, uint8_t* pages) {

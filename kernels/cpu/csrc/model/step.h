@@ -68,7 +68,7 @@ class StepRun {
   void take_sizes(const DecoderLayer& layer);
   Prepared prepare_joined(const DecoderLayer& layer);
   void rotate_and_write(const DecoderLayer& layer, uint8_t* pages);
-  void write_kv(const DecoderLayer& layer, uint8_t* page, int slot, const float* key, float* value);
+  void write_kv(const DecoderLayer& layer, uint8_t* page, int slot, int tokens, const float* keys, float* values);
   void attend(const DecoderLayer& layer, uint8_t* pages);
   void keep_wanted_rows(bool has_mixed);
   void keep_wanted_queries(int index);
