@@ -20,6 +20,12 @@ struct Ahead {
   }
 };
 
+// The lines of the panels that a tile computes, some time before it uses them.
+INLINE Ahead ahead_of(const uint8_t* panels, int64_t bytes, int count) {
+  constexpr int DISTANCE = 64;  // lines
+  return {panels + DISTANCE * 64, 64, count > 1 ? static_cast<int>(bytes) : 0};
+}
+
 // The share of tile `tile` of `tiles`, if `count` panels of `bytes` bytes each follow at `next`.
 INLINE Ahead share_of(const uint8_t* next, int64_t bytes, int count, int tile, int tiles) {
   const int step = divide_up(count * 64, tiles);

@@ -38,14 +38,19 @@ INLINE void compute_tiles(const Matrix& matrix, const Inputs& inputs, int begin,
     const int count = end - panel < 2 ? 1 : 2, per_tile = count < DOT_PANELS ? count : DOT_PANELS;
     const uint8_t* panels = matrix.panels + panel * matrix.panel_bytes;
     const uint8_t* next = panel + 2 < end ? panels + 2 * matrix.panel_bytes : panels;
+    // Nothing has prefetched the first panels, so their first tile of several prefetches its own.
+    const int calls = count / per_tile, own = panel == begin && tiles > 1 ? calls : 0;
     for (int i = 0; i < tiles; i++) {
       const int row = static_cast<int>(static_cast<int64_t>(inputs.rows) * i / tiles);
       const int rows = static_cast<int>(static_cast<int64_t>(inputs.rows) * (i + 1) / tiles) - row;
       for (int p = 0; p < count; p += per_tile) {
-        const Ahead ahead =
-            share_of(next, matrix.panel_bytes, count, (i * count + p) / per_tile, tiles * count / per_tile);
+        const int call = i * calls + p / per_tile;
+        const uint8_t* at = panels + p * matrix.panel_bytes;
+        const Ahead ahead = call < own
+                                ? ahead_of(at, matrix.panel_bytes, per_tile)
+                                : share_of(next, matrix.panel_bytes, count, call - own, tiles * calls - own);
         const uint8_t* data = inputs.data + row * inputs.stride;
-        const DotTile tile = {matrix, panels + p * matrix.panel_bytes, data, inputs.stride, ahead, sums + p * LANES,
+        const DotTile tile = {matrix, at, data, inputs.stride, ahead, sums + p * LANES,
                               count * LANES};
         if (per_tile == 2) {
           compute_tile<Kind, DOT_ROWS, DOT_PANELS>(rows, tile);
