@@ -80,8 +80,9 @@ def test_the_levels_of_an_emulated_machine(cpu_library: Path) -> None:
 def test_the_best_level_is_the_default(cpu_library: Path) -> None:
     best = find_kernels(None, cpu_library)
     assert best is not None
-    slow = {"avx512_bf16"} if "GenuineIntel" in Path("/proc/cpuinfo").read_text() else set()
-    assert best.name.decode() == next(level for level in LEVELS if level not in slow and find_kernels(level, cpu_library))
+    slow = "avx512_bf16" if "GenuineIntel" in Path("/proc/cpuinfo").read_text() else None
+    found = [level for level in LEVELS if find_kernels(level, cpu_library)]
+    assert best.name.decode() == next(level for level in found if level != slow)
 
 
 def test_a_library_that_was_not_built_comes_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

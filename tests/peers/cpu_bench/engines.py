@@ -169,7 +169,12 @@ def _llama() -> list[Engine]:
     }
     servers = {
         "llama.cpp": (LLAMA_SERVER, settings, ()),
-        "ik_llama.cpp": (IK_LLAMA_SERVER, f"{settings}, flash attention, weights repacked at load", ("--more=-rtr",)),
+        # Its flash attention stops at an assertion (S > 0) when several slots are in one batch.
+        "ik_llama.cpp": (
+            IK_LLAMA_SERVER,
+            f"{settings}, no flash attention, weights repacked at load",
+            ("--more=-rtr -fa off --log-disable",),
+        ),
     }
     return [
         Engine(

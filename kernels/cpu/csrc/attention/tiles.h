@@ -67,7 +67,7 @@ struct Block {
   }
 };
 
-// The vectors of a tile with so many rows, a power of two up to 8.
+// The vectors of a tile with `rows` rows, a power of two up to 8.
 constexpr int vectors_of(int rows) {
   int vectors = 1;
   while (vectors < 8 && (rows + OPERANDS) * vectors * 2 <= TILE_VECTORS) vectors *= 2;

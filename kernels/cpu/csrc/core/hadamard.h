@@ -48,7 +48,7 @@ INLINE Floats sums_and_differences(Floats x) {
   return fma(x, load(signs), exchanged<H>(x));
 }
 
-// Transforms `vectors` vectors together, a power of two.
+// Transforms VECTORS vectors together, a power of two.
 template <int VECTORS>
 INLINE void transform(Floats (&x)[VECTORS]) {
   for (int i = 0; i < VECTORS; i++)

@@ -50,8 +50,7 @@ INLINE void compute_tiles(const Matrix& matrix, const Inputs& inputs, int begin,
                                 ? ahead_of(at, matrix.panel_bytes, per_tile)
                                 : share_of(next, matrix.panel_bytes, count, call - own, tiles * calls - own);
         const uint8_t* data = inputs.data + row * inputs.stride;
-        const DotTile tile = {matrix, at, data, inputs.stride, ahead, sums + p * LANES,
-                              count * LANES};
+        const DotTile tile = {matrix, at, data, inputs.stride, ahead, sums + p * LANES, count * LANES};
         if (per_tile == 2) {
           compute_tile<Kind, DOT_ROWS, DOT_PANELS>(rows, tile);
         } else {
