@@ -17,7 +17,7 @@ from google.protobuf import json_format
 from serve_process import PENSTOCK, SHARD_B, serving, target_of, write_shard, write_small_model
 
 import penstock.v1 as pb
-from penstock.kernels.cpu.bindings import LEVELS, find_kernels
+from penstock.kernels.cpu.bindings import find_kernels
 from penstock.service.app import serve
 from penstock.service.app.usage_examples import Purpose, Transport, UsageExamples
 from penstock.service.config.addresses import Address
@@ -55,12 +55,14 @@ def paste(line):
 
 def test_the_greeting_describes_what_runs(cpu_library):
     flags = ("--threads=1", "--quantization=int8", "--kv-cache-dtype=int8", "--kv-cache-memory-bytes=64M")
-    best = next(level for level in LEVELS if find_kernels(level))
+    kernels = find_kernels()
+    assert kernels is not None
     with serving("--port", "0", *flags, "--backend=cpu") as (_, greeting):
         assert re.search(
             r"^Qwen3ForCausalLM, bfloat16, weights in int8 of [56] MiB, context 16,384$", greeting, re.MULTILINE
         )
-        assert f"\nbackend cpu on cpu ({best}, 1 thread), steps of at most 256 sequences and 256 tokens\n" in greeting
+        level = kernels.name.decode()
+        assert f"\nbackend cpu on cpu ({level}, 1 thread), steps of at most 256 sequences and 256 tokens\n" in greeting
         assert re.search(r"^KV cache of [\d,]+ tokens in int8, 6[34] MiB$", greeting, re.MULTILINE)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
+from waiting import until
 
 import penstock.v1 as pb
 from penstock.service.config.kv_events import KvEventsConfig
@@ -122,6 +123,8 @@ async def test_without_the_flag_nothing_is_published(start_service):
 @pytest.mark.parametrize("frames", [[b"x"], [b"", b"short"], [b"y", bytes(8)], [b"", bytes(8), b"more"]])
 async def test_a_malformed_request_is_ignored(start_service, subscribe, frames):
     service = await start_service(kv_events=CONFIG)
+    # The first batch, which a thread publishes: without it the replay is empty.
+    await until(lambda: service.server.kv_events.history.num_published)
     context = zmq.asyncio.Context()
     with context.socket(zmq.DEALER) as socket:
         socket.connect(service.server.kv_events.replay_endpoint)
