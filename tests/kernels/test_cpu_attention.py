@@ -57,7 +57,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
-@pytest.mark.parametrize("head_dim", [2, 18, 64, 80])
+@pytest.mark.parametrize("head_dim", [2, 18, 64, 80, 128])
 def test_a_page_holds_what_was_written(table: Kernels, kv_format: StorageFormat, head_dim: int) -> None:
     rng = np.random.default_rng(1)
     layout = make_layout(kv_format, 3, head_dim)

@@ -95,7 +95,7 @@ INLINE Scratch scratch_of(const PagedAttention& attention) {
   const int64_t rows = static_cast<int64_t>(QUERY_TILE) * group_size(attention), padded = padded_head(attention.kv);
   const int64_t record = record_floats(attention) * WORD;
   Scratch at = {};
-  at.query = at.queries + rows * padded * WORD;  // at most
+  at.query = at.queries + rows * padded * WORD;  // enough for every format
   at.totals = at.query + (rows * static_cast<int64_t>(sizeof(Query)) + VECTOR - 1) / VECTOR * VECTOR;
   at.result = at.totals + rows * record;
   at.scores = at.result + record;

@@ -17,7 +17,8 @@ namespace paged {
 constexpr int BLOCK_ROWS = 32;
 constexpr int SPLIT_PAGES = SPLIT / LANES;
 
-// A tile's rows, and the vectors of 16 numbers that have room in registers: one per row of sums, and OPERANDS others.
+// The maximum number of a tile's rows. Each of a tile's vectors takes a register for the sums of each row, and OPERANDS
+// more; there is room for TILE_VECTORS vectors of 16 numbers.
 #if defined(__AVX512F__)
 constexpr int TILE_ROWS = 12, TILE_VECTORS = 32, OPERANDS = 2;
 #elif defined(__AVX2__) || defined(__aarch64__)
@@ -29,7 +30,7 @@ constexpr int TILE_ROWS = 2, TILE_VECTORS = 2, OPERANDS = 0;
 // How many sections ahead of their use sections are prefetched: as many as memory delivers in twice its latency.
 constexpr int AHEAD = 4;
 
-// The sections of keys or of values that stay in the L1 cache beside queries or sums, in bytes.
+// The bytes of keys or of values that stay in the L1 cache, beside queries or sums.
 constexpr int CACHED_BYTES = 16 << 10;
 
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
@@ -168,9 +169,9 @@ static void value_rows(const Block& block, int row, int begin, int end) {
 
 // --------------------------------------------------------------------------------------------------------- a block
 
-// Computes the sums of all rows: `scores`, then `values` from the weights that replaced the scores. All rows are computed
-// with a few pages before the next ones, so that their sections stay in the L1 cache, and memory is read in the order of
-// the prefetches.
+// Computes the sums of all rows: `scores`, then `values` from the weights that replaced the scores. All rows are
+// computed with a few pages before the next ones, so that these pages stay in the L1 cache, and memory is read in the
+// order of the prefetches.
 template <class Kv>
 inline void multiply_keys(const Block& block) {
   const int step = block.pages_at_once();
