@@ -1,6 +1,6 @@
 """A stream on which one request after the other is refused is read slowly; nothing else is."""
 
-import time
+import asyncio
 
 import grpc
 import pytest
@@ -11,6 +11,7 @@ from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.rpc import frame_dispatcher
 
 FOR_EVER_S = 60.0
+PAUSE_S = 0.0123
 NUM_FREE = 4
 
 
@@ -26,6 +27,22 @@ def endless_pauses(monkeypatch):
     monkeypatch.setattr(frame_dispatcher, "REFUSED_PAUSE_S", FOR_EVER_S)
 
 
+@pytest.fixture
+def pauses(monkeypatch):
+    """The pauses that streams have begun: by count, since a loop's timer may fire a little early."""
+    begun = []
+    sleep = asyncio.sleep
+
+    def note(delay, *args):
+        if delay == PAUSE_S:
+            begun.append(delay)
+        return sleep(delay, *args)
+
+    monkeypatch.setattr(frame_dispatcher, "REFUSED_PAUSE_S", PAUSE_S)
+    monkeypatch.setattr(asyncio, "sleep", note)
+    return begun
+
+
 def begin(ref, top_p=1.0, **fields):
     sampling = pb.SamplingParams(max_tokens=1, top_p=top_p)
     prompt = fields if "chat" in fields else {"text": "x"}
@@ -36,13 +53,11 @@ def codes(reading):
     return {ref: outcome.finished[0].status.code for ref, outcome in reading.outcomes.items()}
 
 
-async def test_all_are_refused_one_by_one_and_slowly(start_service, new_reading, monkeypatch):
-    monkeypatch.setattr(frame_dispatcher, "REFUSED_PAUSE_S", 0.02)
+async def test_all_are_refused_one_by_one_and_slowly(start_service, new_reading, pauses):
     service = await start_service()
-    began = time.monotonic()
     frames = [*(begin(ref, top_p=2.0) for ref in range(1, 21)), begin(21)]
     reading = await new_reading().read(service.generation.Generate(iter(frames)))
-    assert time.monotonic() - began > (20 - NUM_FREE) * 0.02
+    assert len(pauses) == 20 - NUM_FREE
     assert codes(reading) == dict.fromkeys(range(1, 21), grpc.StatusCode.INVALID_ARGUMENT.value[0]) | {21: 0}
 
 
@@ -62,10 +77,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-async def test_other_refused_frames_count(start_service, new_reading, monkeypatch, what):
-    monkeypatch.setattr(frame_dispatcher, "REFUSED_PAUSE_S", 0.02)
+async def test_other_refused_frames_count(start_service, new_reading, pauses, what):
     service = await start_service(FakeExecutor(vocab_size=258, seconds_per_step=0.01))
-    began = time.monotonic()
     bad = REFUSED[what]
     start = begin(1)
     start.start.sampling.MergeFrom(pb.SamplingParams(max_tokens=4000, ignore_eos=True))
@@ -73,7 +86,7 @@ async def test_other_refused_frames_count(start_service, new_reading, monkeypatc
     await new_reading().read_until(
         call, lambda reading: sum(len(message.frames_refused) for message in reading.messages) == 20
     )
-    assert time.monotonic() - began > (20 - NUM_FREE) * 0.02
+    assert len(pauses) == 20 - NUM_FREE
     call.cancel()
 
 
