@@ -102,7 +102,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """none: as in the checkpoint; int8, int4 or fp8: quantized at load from a float checkpoint; gptq, awq,
     compressed-tensors, mxfp4 or modelopt: the checkpoint must have this format, which it may also have with fp8."""
     kv_cache_dtype: str = "auto"
-    """auto, int8 or fp8; auto is the type of the activations."""
+    """auto, int8, fp8, or the type of the activations, which auto is too unless the CPU backend quantises weights at
+    load."""
     deterministic: bool = False
     """On a GPU, a row's results are bitwise the same in every batch, at the cost of speed. On the backend cpu they
     always are."""

@@ -232,8 +232,9 @@ class ServeConfig:
     block_size: int = flag(16, "tokens per block of the KV cache", metavar="N", choices=[16], group="the KV cache")
     kv_cache_dtype: str = flag(
         "auto",
-        "the type of the KV cache: int8 on the cpu backend, fp8 on cuda; auto is the type of the activations",
-        choices=["auto", "int8", "fp8"],
+        "the type of the KV cache: that of the activations, int8 on the cpu backend, or fp8 on cuda; auto is int8 on the "
+        "cpu backend with --quantization int8 or int4, else the type of the activations",
+        choices=["auto", "float32", "bfloat16", "float16", "int8", "fp8"],
     )
     allow_additional_properties: bool = flag(
         False,

@@ -13,9 +13,8 @@ import torch
 import transformers
 from engines import Eager, EngineUnderTest, InProcessExecutor
 
-from penstock.kernels.cpu.bindings import StorageFormat
 from penstock.kernels.reference import fused as reference_cuda
-from penstock.models.backends.cpu.backend import DTYPES
+from penstock.models.backends.cpu.backend import kv_format
 from penstock.models.backends.cpu.model import block_bytes
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.executor import spawn
@@ -277,9 +276,10 @@ def worker_config(path: Path, num_blocks: int | None = None, **config: Any) -> W
         **config,
     }
     if num_blocks is not None:
-        spec = check_checkpoint(path).spec
+        info = check_checkpoint(path)
+        spec = info.spec
         if values["backend"] == "cpu":
-            kv = StorageFormat.INT8 if values.get("kv_cache_dtype") == "int8" else DTYPES[values["dtype"]]
+            kv = kv_format(WorkerConfig(model=str(path), **values), info, values["dtype"])
             values["kv_cache_bytes"] = num_blocks * block_bytes(spec, kv, 16)
         else:
             element = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[values["dtype"]]

@@ -41,6 +41,8 @@ OPERATIONS_PER_S = {"amx": 800e9, "neon_bf16": 100e9, "neon_dot": 40e9, "neon": 
 the registers and the clock of typical processors, not measured."""
 OTHER_OPERATIONS_PER_S = 250e9
 """The same for any other instruction set."""
+INTEGER_OPERATIONS_PER_S = {"amx": 1600e9, "avx512_bf16": 500e9, "avx512_vnni": 500e9}
+"""The same for products with integer weights, by instruction set, where they are faster."""
 MIN_BATCHED_TOKENS = 64
 """Products of fewer rows are slower, and each decoding row needs one row."""
 MOST_BATCHED_TOKENS = 256
@@ -263,7 +265,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
             "--host-kv-cache-bytes: on a CPU the KV cache is in host memory already, and copies gain nothing: give "
             "these bytes to --kv-cache-memory-bytes"
         )
-    formats = _formats(config, dtype, quantization)
+    formats = _formats(config, info, dtype, quantization)
     max_model_len = context_of(config, spec)
     kernels = find_kernels()
     assert kernels is not None, "every machine runs the generic kernels"
@@ -296,8 +298,11 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         # of 4 KiB or 2 MiB, so heads cannot be placed one by one.
         pages = library.shared_memory(num_blocks * num_bytes)
     instruction_set = kernels.name.decode()
+    has_integers = quantization in ("int8", "int4") or any(is_kept(each.scheme) for each in info.quantized.values())
     facts = WorkerFacts(
-        **shared_facts(config, info, num_blocks, _default_budget(spec, instruction_set, config.num_threads)),
+        **shared_facts(
+            config, info, num_blocks, _default_budget(spec, instruction_set, config.num_threads, has_integers=has_integers)
+        ),
         backend="cpu",
         dtype=dtype,
         kv_cache_dtype="int8" if formats.kv is StorageFormat.INT8 else dtype,
@@ -310,24 +315,35 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     return CpuBackend(model, pages, facts, spec.num_parameters)
 
 
-def _default_budget(spec: ModelSpec, instruction_set: str, num_threads: int) -> int:
+def _default_budget(spec: ModelSpec, instruction_set: str, num_threads: int, *, has_integers: bool) -> int:
     """Returns the tokens that a step computes in about ``STEP_S``. A new request waits this long, and products are
-    nearly as fast as with more tokens."""
+    nearly as fast as with more tokens. ``has_integers``: whether weights are integers."""
     looked_up = spec.vocab_size * spec.hidden_size
     if spec.layer_inputs is not None:
         looked_up += spec.layer_inputs.vocab_size * spec.layer_inputs.size * spec.num_layers
     per_token = 2 * max(1, spec.num_parameters - looked_up)
-    tokens = STEP_S * OPERATIONS_PER_S.get(instruction_set, OTHER_OPERATIONS_PER_S) * num_threads / per_token
+    per_s = OPERATIONS_PER_S.get(instruction_set, OTHER_OPERATIONS_PER_S)
+    if has_integers:
+        per_s = INTEGER_OPERATIONS_PER_S.get(instruction_set, per_s)
+    tokens = STEP_S * per_s * num_threads / per_token
     return min(MOST_BATCHED_TOKENS, max(MIN_BATCHED_TOKENS, TILE_TOKENS * math.ceil(tokens / TILE_TOKENS)))
 
 
-def _formats(config: WorkerConfig, dtype: str, quantization: str) -> StorageFormats:
-    if config.kv_cache_dtype not in ("auto", "int8"):
-        raise ModelError(
-            f"--kv-cache-dtype {config.kv_cache_dtype}: is for the backend cuda; here it must be auto or int8"
-        )
+def _formats(config: WorkerConfig, info: CheckpointInfo, dtype: str, quantization: str) -> StorageFormats:
     plain = DTYPES[dtype]
     weights = {"int8": StorageFormat.INT8, "int4": StorageFormat.INT4}.get(quantization, plain)
     # The head decides between tokens with close logits, so it keeps eight bits even if the layers have four.
     head = StorageFormat.INT8 if quantization in ("int8", "int4") else plain
-    return StorageFormats(weights, head, plain, StorageFormat.INT8 if config.kv_cache_dtype == "int8" else plain)
+    return StorageFormats(weights, head, plain, kv_format(config, info, dtype))
+
+
+def kv_format(config: WorkerConfig, info: CheckpointInfo, dtype: str) -> StorageFormat:
+    """Returns the type of the KV cache of a model with activations in ``dtype``. Where this service quantises the
+    weights, ``auto`` is int8: that adds little to their error, and attention reads half the bytes. Raises ModelError."""
+    wanted = config.kv_cache_dtype
+    if wanted not in ("auto", "int8", dtype):
+        remedy = "here it must be auto or int8" if wanted == "fp8" else f"give auto, {dtype} or int8"
+        why = "is for the backend cuda" if wanted == "fp8" else f"the activations are in {dtype}"
+        raise ModelError(f"--kv-cache-dtype {wanted}: {why}: {remedy}")
+    is_int8 = wanted == "int8" or (wanted == "auto" and info.at_load(config.quantization) is not None)
+    return StorageFormat.INT8 if is_int8 else DTYPES[dtype]

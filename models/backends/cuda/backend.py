@@ -210,8 +210,10 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
             )
     if min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size) > MAX_VOCAB:
         return f"its vocabulary has {spec.vocab_size} tokens, and this backend samples from up to {MAX_VOCAB}"
-    if config.kv_cache_dtype not in ("auto", *KV_DTYPES):
-        return f"--kv-cache-dtype {config.kv_cache_dtype}: is for the CPU backend: give fp8, or leave it out"
+    if config.kv_cache_dtype == "int8":
+        return "--kv-cache-dtype int8: is for the CPU backend: give fp8, or leave it out"
+    if config.kv_cache_dtype not in ("auto", dtype, *KV_DTYPES):
+        return f"--kv-cache-dtype {config.kv_cache_dtype}: the activations are in {dtype}: give auto, {dtype} or fp8"
     return None
 
 

@@ -168,8 +168,8 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     spec = info.spec.divided(config.tensor_parallel_size)
     # Quantised weights of a checkpoint are dequantised at load.
     quantization = info.choose_quantization(config.quantization)
-    _check_flags(config, info)
     dtype_name, dtype, device = choose_dtype(config, info)
+    _check_flags(config, info, dtype_name)
     max_model_len = context_of(config, spec)
     parallel = join(config)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
@@ -197,13 +197,13 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     return ReferenceBackend(spec, weights, pages, host_pages, facts, config.num_threads, num_logits, parallel)
 
 
-def _check_flags(config: WorkerConfig, info: CheckpointInfo) -> None:
+def _check_flags(config: WorkerConfig, info: CheckpointInfo, dtype: str) -> None:
     """Raises ModelError if the config requires something that this backend does not support."""
     at_load = info.at_load(config.quantization)
     if at_load == "fp8" and config.device == "cpu":
         raise ModelError("--quantization fp8: is for the backend cuda: on a CPU give int8, or leave it out")
     wanted = f"--quantization {at_load}" if at_load else ""
-    if config.kv_cache_dtype != "auto":
+    if config.kv_cache_dtype not in ("auto", dtype):
         wanted = f"--kv-cache-dtype {config.kv_cache_dtype}"
     if config.cpu_pinning == "on":
         wanted = "--cpu-pinning on"

@@ -135,15 +135,15 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
 def load(config: WorkerConfig, info: CheckpointInfo) -> TransformersBackend:
     """The factory for the backend registry; ``unsupported_reason`` must be None. Raises ModelError."""
     spec = info.spec
+    dtype_name, dtype, device = choose_dtype(config, info)
     flags = {
         f"--quantization {config.quantization}": config.quantization not in ("auto", "none"),
-        f"--kv-cache-dtype {config.kv_cache_dtype}": config.kv_cache_dtype != "auto",
+        f"--kv-cache-dtype {config.kv_cache_dtype}": config.kv_cache_dtype not in ("auto", dtype_name),
         f"--load-format {config.load_format}": config.load_format != "auto",
     }
     for flag, is_set in flags.items():
         if is_set:
             raise ModelError(f"{flag}: is not for the transformers backend, which is in use: leave it out")
-    dtype_name, dtype, device = choose_dtype(config, info)
     max_model_len = context_of(config, spec)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
     check_weights_fit(config, spec.architecture, spec.num_parameters * dtype.itemsize, dtype_name)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("cpu_library")
 FORMATS = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "bfloat16"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "kv int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
 }
@@ -151,7 +151,8 @@ async def test_dummy_weights_of_every_format(tiny_model, tmp_path, on_cpu, start
     executor = on_cpu(tmp_path, **config)
     facts = (await start_engine(executor)).engine.facts
     assert (facts.backend, facts.quantization) == ("cpu", config.get("quantization", "none"))
-    assert facts.kv_cache_dtype == config.get("kv_cache_dtype", config["dtype"])
+    auto = "int8" if "quantization" in config else config["dtype"]
+    assert facts.kv_cache_dtype == config.get("kv_cache_dtype", auto)
     told = []
     for _ in range(2):
         answers = await (await start_engine(on_cpu(tmp_path, **config))).run(prompts, GREEDY, NUM_TOKENS)
@@ -218,7 +219,11 @@ async def test_a_worker_imports_no_tensor_library_and_can_be_silent(odd, worker_
         ({"device": "cuda"}, "--backend cpu: --device is cuda.*--device cpu"),
         ({"dtype": "float16"}, "--backend cpu: --dtype is float16.*bfloat16"),
         ({"block_size": 8}, "--backend cpu: --block-size is 8.*16.*multiple"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: is for the backend cuda; here it must be auto or int8"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: is for the backend cuda: here it must be auto or int8"),
+        (
+            {"kv_cache_dtype": "bfloat16", "dtype": "float32"},
+            "--kv-cache-dtype bfloat16: the activations are in float32: give auto, float32 or int8",
+        ),
         ({"quantization": "int2"}, "--quantization int2: must be one of"),
         ({"quantization": "gptq"}, "--quantization gptq: .*not quantised: leave the flag out"),
         ({"load_format": "pickle"}, "--load-format pickle: must be auto or dummy"),

@@ -334,6 +334,7 @@ def test_flags_that_contradict_the_checkpoint(requested, config, says):
         ({"quantization": "int4"}, "--quantization int4: is not for the reference backend"),
         ({"quantization": "fp8"}, "--quantization fp8: is for the backend cuda: on a CPU give int8"),
         ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8: is not for the reference backend"),
+        ({"kv_cache_dtype": "bfloat16"}, "--kv-cache-dtype bfloat16: is not for the reference backend"),
         ({"quantization": "awq"}, "--quantization awq: the checkpoint is not quantised"),
     ],
 )
@@ -345,7 +346,8 @@ def test_the_reference_backend_quantises_nothing(tiny_model, worker_config, chan
 
 
 def test_what_runs_is_reported(gptq, worker_config):
-    facts = load_backend(worker_config(gptq, backend="reference", quantization="gptq")).facts
+    config = worker_config(gptq, backend="reference", quantization="gptq", kv_cache_dtype="float32")
+    facts = load_backend(config).facts
     assert (facts.quantization, facts.kv_cache_dtype, facts.dtype) == ("gptq", "float32", "float32")
 
 

@@ -99,8 +99,8 @@ def engines() -> list[Engine]:
 def _ours() -> list[Engine]:
     numbers = {
         BF16: "weights, activations and KV bf16",
-        INT8: "weights int8 a row, activations int8 a token, KV bf16",
-        INT4: "weights int4 by groups, head int8, activations int8 a token, KV bf16",
+        INT8: "weights int8 a row, activations int8 by groups of 128, KV int8 a token and head",
+        INT4: "weights int4 in groups of 128, head int8, activations int8 by groups of 128, KV int8 a token and head",
     }
     return [
         Engine(
@@ -118,19 +118,22 @@ def _vllm() -> list[Engine]:
         "AsyncLLM in process, torch.compile, prefix caching, chunked prefill, 4 GiB of KV, detokenize off, a core "
         "a thread, tcmalloc and Intel's OpenMP preloaded as its documentation advises"
     )
-    w8a8 = "weights int8 a row, head bf16, activations int8 a token, KV bf16"
+    w8a8 = "weights int8 a row, head bf16, activations int8 a token, KV "
     int4 = "weights int4 in groups of 128, head bf16, activations "
+    kv8 = ("--kv-cache-dtype", "fp8")
     # Without zentorch, W4A16 is all that vLLM has for compressed-tensors in 4 bits on a CPU.
-    plain = [("bf16", BF16, "weights, activations and KV bf16", "models/{model}"),
-             ("w8a8", INT8, w8a8, "compressed/{model}-w8a8"),
-             ("w4a16", INT4, f"{int4}bf16, KV bf16", "compressed/{model}-w4a16")]  # fmt: skip
-    zen = [*plain, ("w4a8", INT4, f"{int4}int8 a token, KV bf16", "compressed/{model}-w4a16")]
+    plain = [("bf16", BF16, "weights, activations and KV bf16", "models/{model}", ()),
+             ("w8a8", INT8, f"{w8a8}bf16", "compressed/{model}-w8a8", ()),
+             ("w8a8-kv8", INT8, f"{w8a8}fp8", "compressed/{model}-w8a8", kv8),
+             ("w4a16", INT4, f"{int4}bf16, KV bf16", "compressed/{model}-w4a16", ()),
+             ("w4a16-kv8", INT4, f"{int4}bf16, KV fp8", "compressed/{model}-w4a16", kv8)]  # fmt: skip
+    zen = [*plain, ("w4a8", INT4, f"{int4}int8 a token, KV bf16", "compressed/{model}-w4a16", ())]
     return [
-        *(Engine("vllm-cpu", variant, precision, numbers, settings, "vllm_async", "vllm-cpu", path)
-          for variant, precision, numbers, path in plain),
+        *(Engine("vllm-cpu", variant, precision, numbers, settings, "vllm_async", "vllm-cpu", path, flags)
+          for variant, precision, numbers, path, flags in plain),
         *(Engine("vllm-zen", variant, precision, numbers, f"vllm-cpu[zen]: AMD's zentorch, {settings}", "vllm_async",
-                 "vllm-cpu", path, ("--zentorch", "yes"), needs=(ZENTORCH,))
-          for variant, precision, numbers, path in zen),
+                 "vllm-cpu", path, ("--zentorch", "yes", *flags), needs=(ZENTORCH,))
+          for variant, precision, numbers, path, flags in zen),
     ]  # fmt: skip
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from cpu_bench.engines import BF16, INT4, INT8
 from cpu_bench.wire import Request
 
-LAYER_BYTES = {BF16: 2.0, INT8: 1.0, INT4: 0.5 + 2 / 32}
-"""Of one weight of a layer; int4 has a scale of 2 bytes for each 32."""
+LAYER_BYTES = {BF16: 2.0, INT8: 1.0, INT4: 0.5 + 2 / 128}
+"""Of one weight of a layer; int4 has a scale of 2 bytes for each 128."""
 HEAD_BYTES = {BF16: 2.0, INT8: 1.0, INT4: 1.0}
 """Of one weight of the head, which nobody takes below 8 bits (llama.cpp: 6)."""
-KV_BYTES = 2
+KV_BYTES = {BF16: 2.0, INT8: 1.0, INT4: 1.0}
+"""Of one key or value of a head: where weights are quantised, KV may have eight bits."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Shape:
         return self.vocab * self.hidden
 
     @property
-    def kv_bytes(self) -> int:
-        """Of one token."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * KV_BYTES
+    def kv_numbers(self) -> int:
+        """The keys and values of one token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
 
     def attention_operations(self, pairs: float) -> float:
         """Of so many pairs of a query and a key, in all layers: a product and a sum for the score, the same for the
@@ -77,7 +78,7 @@ def tokens_per_s(
     machine: Machine, shape: Shape, requests: Sequence[Request], precision: str, shared_prefix: int = 0
 ) -> float:
     """Output tokens a second that the machine allows, where the ``shared_prefix`` tokens that all prompts begin with
-    are computed once. Attention's own operations are done in bf16 whatever the weights are."""
+    are computed once. Attention's own operations are done in the type of the KV."""
     prompts = [len(prompt) for prompt, _ in requests]
     outputs = [num_output for _, num_output in requests]
     weights = shape.layer_weights + shape.head_weights
@@ -86,10 +87,10 @@ def tokens_per_s(
     computed = sum(prompts) - shared_prefix * (len(requests) - 1)
     pairs = shared_prefix**2 / 2 + sum((length**2 - shared_prefix**2) / 2 for length in prompts)
     prefill = 2 * (shape.layer_weights * computed + shape.head_weights * len(requests)) / rate
-    prefill += shape.attention_operations(pairs) / machine.bf16_operations_per_s
+    prefill += shape.attention_operations(pairs) / rate
 
     contexts = sum(length + done for length, count in zip(prompts, outputs, strict=True) for done in range(1, count))
     step = shape.layer_weights * LAYER_BYTES[precision] + shape.head_weights * HEAD_BYTES[precision]
-    read = (max(outputs) - 1) * step + contexts * shape.kv_bytes
+    read = (max(outputs) - 1) * step + contexts * shape.kv_numbers * KV_BYTES[precision]
     decode = max(read / machine.bytes_per_s, 2 * weights * (sum(outputs) - len(requests)) / rate)
     return sum(outputs) / (prefill + decode)

@@ -48,7 +48,7 @@ class Model:
     @property
     def kv_bytes(self) -> int:
         """Of one token."""
-        return self.work.kv_bytes // floors.KV_BYTES * self.shape.kv_dtype.itemsize
+        return self.work.kv_numbers * self.shape.kv_dtype.itemsize
 
     def with_fp8_kv(self) -> "Model":
         """The same with a KV cache of fewer bytes."""

@@ -80,6 +80,121 @@ struct Int4 {
   }
 };
 
+#if !defined(WIDENS_NIBBLES) && !defined(DOT_IN_PARTS)
+#define UNPACKS_NIBBLES
+
+// Unpacks n columns to one byte per number, in the layout of an int8 panel.
+INLINE void int4_unpack(const uint8_t* line, int n, uint8_t* to) {
+  for (int k = 0; k < n; k += 8, line += 64, to += 128) {
+    const DotNibbles weights = load_nibbles(line);
+    store_ints(to, weights.low);
+    store_ints(to + 64, weights.high);
+  }
+}
+
+// The same for many rows: a chunk of two panels is unpacked once for all of them, not once for each tile.
+struct Int4Unpacked {
+  static constexpr int LEAST_ROWS = 4 * DOT_ROWS;
+  static constexpr int MOST_ROWS = 64;  // whose sums and chunk of inputs stay in the L1 cache
+  static constexpr int CHUNK_BYTES = 128 * LANES;
+
+  struct Tile {
+    const uint8_t* weights;  // of the chunk, CHUNK_BYTES for each panel
+    const Floats *scale, *shift;
+    int columns;
+    const uint8_t* inputs;  // of the chunk
+    const uint8_t* scales;
+    int64_t stride, rests;
+    Ahead ahead;
+    float* totals;
+  };
+
+  // Adds the products of M rows of inputs with the chunk of P panels.
+  template <int M, int P>
+  static void compute(const Tile& tile) {
+    DotSums dot[M][P];
+    for (int m = 0; m < M; m++)
+      for (int p = 0; p < P; p++) dot[m][p] = sums_of(0);
+    Ahead ahead = tile.ahead;
+    const uint8_t *at = tile.weights, *x = tile.inputs;
+    for (int k = 0; k < tile.columns; k += 8) {
+      ahead.next();
+      for (int half = 0; half < 2; half++, at += 64, x += 4) {
+        DotBytes weights[P];
+        for (int p = 0; p < P; p++) weights[p] = load_weights(at + p * CHUNK_BYTES);
+        for (int m = 0; m < M; m++)
+          for (int p = 0; p < P; p++) dot[m][p] = add_products(dot[m][p], weights[p], x + m * tile.stride);
+      }
+    }
+    for (int m = 0; m < M; m++) {
+      const uint8_t* scales = tile.scales + m * tile.stride;
+      const Floats input_scale = splat(load_float(scales)), rest = splat(load_float(scales + tile.rests));
+      for (int p = 0; p < P; p++) {
+        float* at = tile.totals + (m * P + p) * LANES;
+        const Floats total = fma(rest, tile.shift[p], load(at));
+        store(at, fma(to_floats(dot_ints(dot[m][p])) * input_scale, tile.scale[p], total));
+      }
+    }
+  }
+
+  // Multiplies up to MOST_ROWS rows from `row` on with `P` panels. The tiles of all rows prefetch `next`.
+  template <int P>
+  static void multiply_rows(const Matrix& matrix, const Inputs& inputs, int row, int rows, int panel,
+                            const uint8_t* next, const GemmOutput& output) {
+    alignas(64) uint8_t weights[P * CHUNK_BYTES];
+    alignas(64) float totals[MOST_ROWS * P * LANES] = {};
+    const int columns = matrix.columns, chunk = int4_chunk(matrix.group), tiles = divide_up(rows, DOT_ROWS);
+    const int all_tiles = divide_up(inputs.rows, DOT_ROWS), first_tile = row / DOT_ROWS;
+    const int64_t bytes = matrix.panel_bytes, rests = divide_up(columns, chunk) * 4;
+    const uint8_t* panels = matrix.panels + panel * bytes;
+    for (int begin = 0, line = 0; begin < columns; begin += chunk, line += 1 + chunk / 8) {
+      const int n = columns - begin < chunk ? columns - begin : chunk;
+      Floats scale[P], shift[P];
+      for (int p = 0; p < P; p++) {
+        const uint8_t* lines = panels + p * bytes + line * 64;
+        scale[p] = load_half(lines);
+        shift[p] = -(load_half(lines + 32) * scale[p]);
+        int4_unpack(lines + 64, n, weights + p * CHUNK_BYTES);
+      }
+      for (int i = 0; i < tiles; i++) {
+        const int first = rows * i / tiles, count = rows * (i + 1) / tiles - first;
+        const uint8_t* data = inputs.data + (row + first) * inputs.stride;
+        Ahead ahead = share_of(next, bytes, P, first_tile + i, all_tiles);
+        ahead.at += line * ahead.step;
+        const Tile tile = {weights, scale, shift, n, data + begin, data + filled(columns) + begin / chunk * 4,
+                           inputs.stride, rests, ahead, totals + first * P * LANES};
+        compute_tile<Int4Unpacked, DOT_ROWS, P>(count, tile);
+      }
+    }
+    for (int p = 0; p < P; p++) {
+      const Floats unit = load(reinterpret_cast<const float*>(panels + (p + 1) * bytes) - LANES);
+      for (int r = 0; r < rows; r++) {
+        float* total = totals + (r * P + p) * LANES;
+        store(total, load(total) * unit);
+      }
+    }
+    write_tile(matrix, output, row, rows, panel, P, totals);
+  }
+
+  static void multiply(const Matrix& matrix, const Inputs& inputs, int begin, int end, const GemmOutput& output) {
+    const int blocks = divide_up(inputs.rows, MOST_ROWS);
+    for (int panel = begin; panel < end; panel += 2) {
+      const uint8_t* next = matrix.panels + (panel + 2 < end ? panel + 2 : panel) * matrix.panel_bytes;
+      for (int i = 0; i < blocks; i++) {
+        const int row = static_cast<int>(static_cast<int64_t>(inputs.rows) * i / blocks);
+        const int rows = static_cast<int>(static_cast<int64_t>(inputs.rows) * (i + 1) / blocks) - row;
+        if (end - panel < 2) {
+          multiply_rows<1>(matrix, inputs, row, rows, panel, next, output);
+        } else {
+          multiply_rows<2>(matrix, inputs, row, rows, panel, next, output);
+        }
+      }
+    }
+  }
+};
+
+#endif
+
 #if defined(__AMX_INT8__)
 
 // The same with AMX tile registers.
@@ -96,13 +211,8 @@ struct Int4Tiles {
   // Unpacks to one byte per number, padded with zeros to whole blocks.
   const uint8_t* find_chunk(const uint8_t* panel, int index, byte_tiles::ChunkRoom& room) const {
     const int begin = index * chunk, n = matrix.columns - begin < chunk ? matrix.columns - begin : chunk;
-    const uint8_t* line = scales_of(panel, index) + 64;
-    uint8_t* to = room;
-    for (int k = 0; k < n; k += 8, line += 64, to += 128) {
-      const DotNibbles weights = load_nibbles(line);
-      store_ints(to, weights.low);
-      store_ints(to + 64, weights.high);
-    }
+    int4_unpack(scales_of(panel, index) + 64, n, room);
+    uint8_t* to = room + divide_up(n, 8) * 128;
     const uint8_t* end = room + divide_up(n, byte_tiles::BLOCK_COLUMNS) * byte_tiles::BLOCK_BYTES;
     memset(to, 0, static_cast<size_t>(end - to));
     return room;
@@ -155,6 +265,9 @@ static void int4_product(const Matrix& matrix, const Inputs& inputs, int begin, 
 #if defined(__AMX_INT8__)
   if (inputs.rows >= byte_tiles::LEAST_ROWS && int4_chunk(matrix.group) >= Int4Tiles::LEAST_CHUNK)
     return byte_tiles::multiply(Int4Tiles(matrix), inputs, begin, end, output);
+#endif
+#if defined(UNPACKS_NIBBLES)
+  if (inputs.rows >= Int4Unpacked::LEAST_ROWS) return Int4Unpacked::multiply(matrix, inputs, begin, end, output);
 #endif
   compute_tiles<Int4>(matrix, inputs, begin, end, output);
 }

@@ -21,8 +21,8 @@ struct DotTile {
 };
 
 // Calls the tile function for `rows` rows, 1 to M.
-template <class Kind, int M, int P>
-INLINE void compute_tile(int rows, const DotTile& tile) {
+template <class Kind, int M, int P, class Tile>
+INLINE void compute_tile(int rows, const Tile& tile) {
   if constexpr (M > 0) {
     if (rows == M) return Kind::template compute<M, P>(tile);
     compute_tile<Kind, M - 1, P>(rows, tile);

@@ -24,6 +24,7 @@ async def _serve(wire: Wire, arguments: argparse.Namespace, more: str) -> None:
             max_model_len=2048,
             max_num_seqs=32,
             enable_prefix_caching=True,
+            kv_cache_dtype=arguments.kv_cache_dtype,
             generation_config="vllm",
         )
     )
@@ -58,4 +59,4 @@ def main(wire: Wire, arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    run_engine(main, zentorch="")
+    run_engine(main, zentorch="", kv_cache_dtype="auto")
