@@ -94,7 +94,7 @@ class Matrix(Structure):
 class Inputs(Structure):
     """Input rows after ``prepare``."""
 
-    _fields_ = (("data", c_void_p), ("stride", c_int64), ("rows", c_int32))
+    _fields_ = (("data", c_void_p), ("stride", c_int64), ("rows", c_int32), ("following", c_void_p))
 
 
 class GemmOutput(Structure):

@@ -93,9 +93,9 @@ def test_the_first_slot_forgets_what_the_page_held(table: Kernels, kv_format: St
 
 # ---------------------------------------------------------------------------------------------------------- the results
 
-TOLERANCES = {StorageFormat.F32: (2e-6, 2e-6), StorageFormat.BF16: (2.0**-8, 1e-5), StorageFormat.INT8: (1e-3, 1e-4)}
+TOLERANCES = {StorageFormat.F32: (2e-6, 2e-6), StorageFormat.BF16: (2.0**-8, 1e-5), StorageFormat.INT8: (2e-3, 1e-4)}
 """Of the weighted mean of magnitudes, and absolute. BF16: numerator and denominator are off by half a unit in the
-last of 8 bits, each. INT8: weights and queries have 16 and 15 bits."""
+last of 8 bits, each. INT8: queries have 15 bits, and weights 15 or 16 bits of the largest one."""
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)

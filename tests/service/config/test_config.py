@@ -69,7 +69,7 @@ BAD = {
     "--quantization fp4": (
         "--quantization: must be none, int8, int4, fp8, gptq, awq, compressed-tensors, mxfp4 or modelopt; it is 'fp4'"
     ),
-    "--kv-cache-dtype fp4": "--kv-cache-dtype: must be auto, int8 or fp8; it is 'fp4'",
+    "--kv-cache-dtype fp4": "--kv-cache-dtype: must be auto, float32, bfloat16, float16, int8 or fp8; it is 'fp4'",
     "--max-num-seqs 0": "--max-num-seqs: must be 1 to 4,096; it is 0",
     "--max-model-len 1": "--max-model-len: must be 2 to 16,777,216; it is 1",
     "--gpu-memory-utilization nan": "--gpu-memory-utilization: must be 0.01 to 1.0; it is nan",

@@ -3,7 +3,8 @@
 //
 // BF16 rounds queries and weights to bfloat16. The rounded weights are summed, so that the result is still a weighted
 // mean. INT8 keeps queries and weights in two bytes each, 15 and 16 bits. That costs two dot products of 4, where BF16
-// needs two dot products of 2 for as many numbers. The only error is that of the stored keys and values.
+// needs two dot products of 2 for as many numbers. Processors without dot products of 4 multiply numbers of 16 bits
+// instead, with weights of 15 bits. The only error is that of the stored keys and values.
 #pragma once
 
 #include "attention/lanes.h"
@@ -121,6 +122,73 @@ struct Bf16Kv {
   INLINE Floats value(const uint8_t* sums, int64_t, const Weights&) { return load_floats(sums); }
 };
 
+// Replaces scores by weights e^(score - largest) times the scale of the token's value, in place. Returns the sum of the
+// weights themselves, and sets `range` to the largest product.
+INLINE float scaled_weights(uint8_t* scores, int num_pages, float largest, const uint8_t* const* values,
+                            int64_t section, float& range) {
+  Floats sum = {}, best = {};
+  for (int page = 0; page < num_pages; page++) {
+    Floats weights = exp(load_floats(scores + page * VECTOR) - largest);
+    sum += weights;
+    weights *= load(value_scales(values[page], section));
+    store_ints(scores + page * VECTOR, as_ints(weights));
+    best = max(best, weights);
+  }
+  range = PENSTOCK_LEVEL::largest(best);
+  return PENSTOCK_LEVEL::sum(sum);
+}
+
+#if defined(MULTIPLIES_WORDS)
+
+// Queries and weights have two bytes per number, 15 bits.
+struct Int8Kv {
+  static constexpr int PER = 4;
+  static constexpr int ROWS = 1;
+  static constexpr int FACTOR_BYTES = 8;
+  static constexpr float QUERY_LARGEST = 127.0f * 128, WEIGHT_LARGEST = 32767.0f;
+  typedef IntPart Sum;
+
+  INLINE SpreadPair spread(const uint8_t* factor) { return spread_pair(factor); }
+  INLINE Sum add_keys(Sum sum, IntPart keys, SpreadPair query) { return add_unsigned_bytes(sum, keys, query); }
+  INLINE Sum add_values(Sum sum, IntPart values, SpreadPair weights) { return add_signed_bytes(sum, values, weights); }
+
+  static Query prepare_query(const float* x, int head_dim, int padded, float scale, uint8_t* factors) {
+    const float range = largest_magnitude(x, head_dim);
+    const float by = range > 0 ? QUERY_LARGEST / range : 0;
+    Ints sum = {};
+    for (int dim = 0; dim < padded; dim += LANES) {
+      const Ints code = to_ints_nearest(load_up_to(x + dim, head_dim - dim) * by);
+      store_word_factors(factors + dim * 2, code);
+      sum += code;
+    }
+    return {scale * (range / QUERY_LARGEST), sum_ints(sum), 0};
+  }
+
+  // At most 127 * 127 * 128 * 1024: within 31 bits.
+  INLINE Floats score(const uint8_t* scores, int page, const Query& query, const uint8_t* keys, int64_t section) {
+    const Ints sum = load_ints(scores + page * VECTOR) - EXCESS * query.high_sum;
+    return to_floats(sum) * query.factor * load(key_scales(keys, section));
+  }
+
+  static Weights weigh(uint8_t* scores, int num_pages, float largest, const uint8_t* const* values, int64_t section) {
+    float range;
+    const float sum = scaled_weights(scores, num_pages, largest, values, section, range);
+    const float by = range > 0 ? WEIGHT_LARGEST / range : 0;
+    for (int page = 0; page < num_pages; page++) {
+      const Ints code = to_ints_nearest(load_floats(scores + page * VECTOR) * by);
+      store_word_factors(scores + page * LANES * 2, code);  // never past the scores that are already read
+    }
+    return {sum, range / WEIGHT_LARGEST};
+  }
+
+  // At most 32767 * 127 * 256: within 31 bits.
+  INLINE Floats value(const uint8_t* sums, int64_t, const Weights& weights) {
+    return to_floats(load_ints(sums)) * weights.factor;
+  }
+};
+
+#else
+
 // Two bytes per number, in two rows: the high bytes, then the low bytes.
 struct Int8Kv {
   static constexpr int PER = 4;
@@ -146,12 +214,7 @@ struct Int8Kv {
       high_sum += high;
       low_sum += low;
     }
-    Query query = {scale * (range / QUERY_LARGEST), 0, 0};
-    for (int i = 0; i < LANES; i++) {
-      query.high_sum += high_sum[i];
-      query.low_sum += low_sum[i];
-    }
-    return query;
+    return {scale * (range / QUERY_LARGEST), sum_ints(high_sum), sum_ints(low_sum)};
   }
 
   // At most 127 * 127 * 128 * 1024, and the low byte's 64 * 127 * 1024: within 31 bits.
@@ -163,16 +226,10 @@ struct Int8Kv {
 
   // A weight is multiplied by its value's scale before it is rounded.
   static Weights weigh(uint8_t* scores, int num_pages, float largest, const uint8_t* const* values, int64_t section) {
-    Floats sum = {}, best = {};
-    for (int page = 0; page < num_pages; page++) {
-      Floats weights = exp(load_floats(scores + page * VECTOR) - largest);
-      sum += weights;
-      weights *= load(value_scales(values[page], section));
-      store_ints(scores + page * VECTOR, as_ints(weights));
-      best = max(best, weights);
-    }
-    const float range = PENSTOCK_LEVEL::largest(best), by = range > 0 ? WEIGHT_LARGEST / range : 0;
-    Weights result = {PENSTOCK_LEVEL::sum(sum), range / WEIGHT_LARGEST};
+    float range;
+    const float sum = scaled_weights(scores, num_pages, largest, values, section, range);
+    const float by = range > 0 ? WEIGHT_LARGEST / range : 0;
+    Weights result = {sum, range / WEIGHT_LARGEST};
     for (int page = 0; page < num_pages; page++) {
       Ints code = to_ints_nearest(load_floats(scores + page * VECTOR) * by);
       store_bytes(scores + page * LANES, code >> 8);
@@ -195,6 +252,8 @@ struct Int8Kv {
     return to_floats(high * WEIGHT_BASE + low) * weights.factor;
   }
 };
+
+#endif
 
 }  // namespace paged
 

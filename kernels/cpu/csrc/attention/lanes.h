@@ -75,23 +75,53 @@ INLINE FloatPart add_pairs(FloatPart sum, IntPart a, SpreadPair b) {
 #endif
 }
 
-// Like dot4. Without that instruction bytes are widened to 16 bits, since sums of byte products in 16 bits would
-// saturate.
+#if defined(__SSE2__) && !defined(__AVX512VNNI__)
+#define MULTIPLIES_WORDS
+// Without dot4, bytes are widened to 16 bits, since sums of byte products in 16 bits would saturate. Each byte is then
+// multiplied by a factor of 16 bits at once.
+typedef int16_t WordPart __attribute__((vector_size(PART_BYTES), may_alias));
+typedef uint16_t UnsignedWordPart __attribute__((vector_size(PART_BYTES), may_alias));
+
+// The sum of the products of two numbers of 16 bits, in each lane.
+template <class Words>
+INLINE IntPart multiply_words(Words a, IntPart b) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<IntPart>(_mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<IntPart>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+#else
+  return reinterpret_cast<IntPart>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
+#endif
+}
+
+// sum + the products of four bytes with four numbers of 16 bits, in each lane.
+INLINE IntPart add_unsigned_bytes(IntPart sum, IntPart bytes, SpreadPair factors) {
+  const UnsignedWordPart words = reinterpret_cast<UnsignedWordPart>(bytes);
+  return sum + multiply_words(words & 255, factors.first) + multiply_words(words >> 8, factors.second);
+}
+
+INLINE IntPart add_signed_bytes(IntPart sum, IntPart bytes, SpreadPair factors) {
+  const WordPart words = reinterpret_cast<WordPart>(bytes);
+  return sum + multiply_words((words << 8) >> 8, factors.first) + multiply_words(words >> 8, factors.second);
+}
+
+// Writes 16 numbers in the order in which these read them: of each four the first and third, then the others.
+INLINE void store_word_factors(uint8_t* out, Ints numbers) {
+  constexpr uint64_t LOW = 0x0000ffff0000ffff;
+  uint64_t pairs[LANES / 2];
+  store_ints(pairs, numbers);
+  for (int i = 0; i < LANES / 4; i++) {
+    const uint64_t word = (pairs[2 * i] & LOW) | (pairs[2 * i + 1] & LOW) << 16;
+    memcpy(out + i * 8, &word, 8);
+  }
+}
+
+#else
+
+// Like dot4.
 INLINE IntPart add_quads(IntPart sum, IntPart a, IntPart b) {
 #if defined(__AVX512F__) || defined(__aarch64__)
   return dot4(sum, a, b);
-#elif defined(__AVX2__)
-  const __m256i x = reinterpret_cast<__m256i>(a), y = reinterpret_cast<__m256i>(b);
-  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(x, _mm256_set1_epi16(255)),
-                                         _mm256_srai_epi16(_mm256_slli_epi16(y, 8), 8));
-  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(x, 8), _mm256_srai_epi16(y, 8));
-  return sum + reinterpret_cast<IntPart>(_mm256_add_epi32(even, odd));
-#elif defined(__SSE2__)
-  const __m128i x = reinterpret_cast<__m128i>(a), y = reinterpret_cast<__m128i>(b);
-  const __m128i even =
-      _mm_madd_epi16(_mm_and_si128(x, _mm_set1_epi16(255)), _mm_srai_epi16(_mm_slli_epi16(y, 8), 8));
-  const __m128i odd = _mm_madd_epi16(_mm_srli_epi16(x, 8), _mm_srai_epi16(y, 8));
-  return sum + reinterpret_cast<IntPart>(_mm_add_epi32(even, odd));
 #else
   for (int byte = 0; byte < 32; byte += 8) sum += ((a >> byte) & 255) * ((b << (24 - byte)) >> 24);
   return sum;
@@ -107,6 +137,8 @@ INLINE IntPart add_weighted(IntPart sum, IntPart weights, IntPart values) {
   return add_quads(sum, weights, values);
 #endif
 }
+
+#endif
 
 }  // namespace paged
 

@@ -55,6 +55,7 @@ struct Inputs {
   const uint8_t* data;  // aligned to 64 bytes, as is the stride
   int64_t stride;       // bytes
   int32_t rows;
+  const uint8_t* following = nullptr;  // what the thread probably reads after the product's panels; null: unknown
 };
 
 enum OutputMode : int32_t {

@@ -47,6 +47,15 @@ INLINE Ints lane_numbers() {
   return load_ints(numbers);
 }
 
+#if !defined(__aarch64__)
+// Adds the lanes, as neon.h does in one instruction.
+INLINE int32_t sum_ints(Ints x) {
+  int32_t total = 0;
+  for (int i = 0; i < 16; i++) total += x[i];
+  return total;
+}
+#endif
+
 // Loads the first n lanes, 0 <= n <= 16; the others are zero.
 INLINE Floats load_some(const float* p, int n) {
 #if defined(__AVX512F__)

@@ -179,7 +179,7 @@ struct Int4Unpacked {
   static void multiply(const Matrix& matrix, const Inputs& inputs, int begin, int end, const GemmOutput& output) {
     const int blocks = divide_up(inputs.rows, MOST_ROWS);
     for (int panel = begin; panel < end; panel += 2) {
-      const uint8_t* next = matrix.panels + (panel + 2 < end ? panel + 2 : panel) * matrix.panel_bytes;
+      const uint8_t* next = panels_after(matrix, inputs, panel, end);
       for (int i = 0; i < blocks; i++) {
         const int row = static_cast<int>(static_cast<int64_t>(inputs.rows) * i / blocks);
         const int rows = static_cast<int>(static_cast<int64_t>(inputs.rows) * (i + 1) / blocks) - row;

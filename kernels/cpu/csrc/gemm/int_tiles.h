@@ -29,6 +29,12 @@ INLINE void compute_tile(int rows, const Tile& tile) {
   }
 }
 
+// The panels to prefetch while those from `panel` on are multiplied, of the product with panels up to `end`.
+INLINE const uint8_t* panels_after(const Matrix& matrix, const Inputs& inputs, int panel, int end) {
+  if (panel + 2 >= end && inputs.following) return inputs.following;
+  return matrix.panels + (panel + 2 < end ? panel + 2 : panel) * matrix.panel_bytes;
+}
+
 // Multiplies all rows with panels [begin, end). Tiles differ by at most one row, so that none is too small to be fast.
 template <class Kind>
 INLINE void compute_tiles(const Matrix& matrix, const Inputs& inputs, int begin, int end, const GemmOutput& output) {
@@ -37,7 +43,7 @@ INLINE void compute_tiles(const Matrix& matrix, const Inputs& inputs, int begin,
   for (int panel = begin; panel < end; panel += 2) {
     const int count = end - panel < 2 ? 1 : 2, per_tile = count < DOT_PANELS ? count : DOT_PANELS;
     const uint8_t* panels = matrix.panels + panel * matrix.panel_bytes;
-    const uint8_t* next = panel + 2 < end ? panels + 2 * matrix.panel_bytes : panels;
+    const uint8_t* next = panels_after(matrix, inputs, panel, end);
     // Nothing has prefetched the first panels, so their first tile of several prefetches its own.
     const int calls = count / per_tile, own = panel == begin && tiles > 1 ? calls : 0;
     for (int i = 0; i < tiles; i++) {

@@ -79,11 +79,12 @@ void StepRun::product(const PackedLinear& linear, const Prepared& inputs, float*
                            blocks > 1 ? MOST_SHARED_PANELS : MOST_PANELS, begins + pieces);
       ends[group] = pieces * blocks;
     }
-    // Adjacent items share panels, so that the second block of rows finds them in cache.
+    // Adjacent items share panels, so that the second block of rows finds them in cache. Threads claim items in turn.
     threads_.run_divided(ends, true, [&](int item, int) {
-      int piece = item / blocks, first = item % blocks * most;
-      int count = rows.rows - first < most ? rows.rows - first : most;
-      Inputs some = {rows.data + first * rows.stride, rows.stride, count};
+      int piece = item / blocks, later = (item + threads_.used_in(0)) / blocks;
+      int first = rows.rows * (item % blocks) / blocks, count = rows.rows * (item % blocks + 1) / blocks - first;
+      const uint8_t* following = later < pieces ? part.panels + begins[later] * part.panel_bytes : nullptr;
+      Inputs some = {rows.data + first * rows.stride, rows.stride, count, following};
       GemmOutput to = {out + first * stride, stride, mode, static_cast<Activation>(model_.activation), 0, 0};
       kernels_.product(part, some, begins[piece], begins[piece + 1], to);
     });

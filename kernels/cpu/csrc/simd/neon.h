@@ -162,6 +162,8 @@ INLINE void store_bytes(void* p, Ints x) {
   vst1q_u8(static_cast<uint8_t*>(p), vuzp1q_u8(vreinterpretq_u8_u16(low), vreinterpretq_u8_u16(high)));
 }
 
+INLINE int32_t sum_ints(Ints x) { return vaddvq_s32(vaddq_s32(vaddq_s32(x.q0, x.q1), vaddq_s32(x.q2, x.q3))); }
+
 // ------------------------------------------------------------------------------------------------------------- products
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
@@ -210,7 +212,6 @@ INLINE int32x4_t dot4_unsigned(int32x4_t sum, int32x4_t a, int32x4_t b) {
 #endif
 }
 
-INLINE int32_t sum_ints(Ints x) { return vaddvq_s32(vaddq_s32(vaddq_s32(x.q0, x.q1), vaddq_s32(x.q2, x.q3))); }
 #endif
 
 }  // namespace PENSTOCK_LEVEL
