@@ -5,6 +5,9 @@ from array import array
 
 MATCH = 8
 """The number of last tokens that must have occurred before. Prose seldom repeats as many."""
+LONG_MATCH = 2 * MATCH
+"""The same where many sequences decode: there a draft takes nearly as long as a token, so only a repetition that goes on
+for long pays."""
 MAX_UNPAID = 4
 """After this many consecutive steps in which no draft was accepted, a sequence has no more drafts for a while."""
 MIN_WAIT, MAX_WAIT = 16, 1024
@@ -14,9 +17,9 @@ PORTION = 8192
 """The most tokens that a look adds to the text. A long prompt takes several looks."""
 MAX_VOCAB_SIZE = sys.maxunicode + 1
 """How many token ids there may be, since each becomes a character: strings are searched fast, without an index."""
-LOOK_S, TOKEN_S, ADDED_TOKEN_S = 1.5e-6, 1e-9, 1e-8
-"""The assumed time of a look, and of each token of the text and each new one. It is not measured, so that what is found
-does not depend on the clock."""
+LOOK_S, TOKEN_S, ADDED_TOKEN_S = 4e-6, 1e-9, 1e-8
+"""The assumed time of a look, and of each token of the text and each new one: the worker's data has replaced the text
+in the caches, which takes twice as long. It is not measured, so that what is found does not depend on the clock."""
 
 _ENCODING = f"utf-32-{'le' if sys.byteorder == 'little' else 'be'}"
 
@@ -39,15 +42,16 @@ class Repetition:
         self._num_accepted = 0
         """The number of drafts accepted since the repetition was found."""
 
-    def look(self, token_ids: list[int]) -> float:
-        """Searches the text for its last tokens, and sets ``is_found``. Returns the seconds that this is assumed to
-        take."""
+    def look(self, token_ids: list[int], *, is_crowded: bool = False) -> float:
+        """Searches the text for its last tokens, and sets ``is_found``. ``is_crowded``: many sequences decode. Returns
+        the seconds that this is assumed to take."""
+        match = LONG_MATCH if is_crowded else MATCH
         done = len(self._text)
         added = token_ids[done : done + PORTION]
         self._text += array("I", added).tobytes().decode(_ENCODING, "surrogatepass")
         length = len(self._text)
         if length == len(token_ids):
-            self.is_found = self._text.find(self._text[-MATCH:], 0, length - 1) >= 0
+            self.is_found = length > match and self._text.find(self._text[-match:], 0, length - 1) >= 0
             self._num_unpaid = self._num_accepted = 0
         return LOOK_S + TOKEN_S * length + ADDED_TOKEN_S * len(added)
 

@@ -9,6 +9,8 @@ from penstock.models.speculative.draft_rows import Drafted, DraftedRows
 from penstock.models.speculative.probing import Prober
 from penstock.scheduler.plan import RowResult
 
+MAX_STEPS = 16
+"""The number of steps to learn from at a time. While nothing is drafted, older ones are discarded."""
 READ_RATE = 0.1
 """The weight of a new observation in the average time of reading hidden states."""
 
@@ -36,7 +38,7 @@ class StepObservations:
         self.reading_s = 0.0
         """The seconds that reading took in the step that ``add_step`` is called for next."""
         self._drafted: deque[tuple[Drafted, list[RowResult]]] = deque()
-        self._took: deque[_StepTime] = deque()
+        self._took: deque[_StepTime] = deque(maxlen=MAX_STEPS)
 
     def add_drafts(self, drafted: Drafted, rows: list[RowResult]) -> None:
         """Adds the drafts of a step, and their outcome."""

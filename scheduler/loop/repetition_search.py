@@ -8,12 +8,14 @@ from penstock.scheduler.planning.queues import RunningQueue
 from penstock.scheduler.planning.sequence import SequenceState
 from penstock.scheduler.repetition import Repetition
 
-SHARE = 0.002
+SHARE = 0.001
 """The share of the time of steps that the search may take."""
 MAX_SAVED_S = 0.001
 """The most time that is saved up for later steps."""
-VISIT_S = 2e-7
+VISIT_S = 5e-7
 """The assumed time for a sequence that is not searched."""
+MANY = 8
+"""From this many decoding sequences on, a repetition must be longer."""
 
 
 class RepetitionSearch:
@@ -36,6 +38,7 @@ class RepetitionSearch:
         """Searches as many sequences as a step of this time pays for."""
         self._saved_s = min(self._saved_s + SHARE * step_s, MAX_SAVED_S)
         decoding = self._running.decoding
+        is_crowded = len(decoding) >= MANY
         for _ in range(len(decoding)):
             if self._saved_s <= 0.0:
                 return
@@ -45,6 +48,6 @@ class RepetitionSearch:
             repetition = sequence.repetition
             if repetition is None or repetition.is_found or len(sequence.token_ids) < repetition.next_look:
                 continue
-            self._saved_s -= repetition.look(sequence.token_ids)
+            self._saved_s -= repetition.look(sequence.token_ids, is_crowded=is_crowded)
             if repetition.is_found:
                 sequence.set_max_drafts()

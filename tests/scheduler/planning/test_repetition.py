@@ -1,12 +1,23 @@
 """Drafts only where a text repeats itself: when a sequence may have them, when no longer, and what it costs others."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from penstock.scheduler import repetition
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.repetition import MATCH, MAX_UNPAID, MAX_VOCAB_SIZE, MAX_WAIT, MIN_WAIT, PORTION, Repetition
+from penstock.scheduler.loop.repetition_search import MANY, RepetitionSearch
+from penstock.scheduler.repetition import (
+    LONG_MATCH,
+    MATCH,
+    MAX_UNPAID,
+    MAX_VOCAB_SIZE,
+    MAX_WAIT,
+    MIN_WAIT,
+    PORTION,
+    Repetition,
+)
 from penstock.scheduler.request import EngineFinishReason
 
 PROSE = [1, 2, 3, 4, 5, 6, 0, 2, 4, 6, 1, 3, 5, 0, 3, 6, 2, 5, 1, 4]
@@ -24,8 +35,10 @@ def new_world(world_type):
 
 @pytest.fixture
 def repeats(monkeypatch):
-    """One token that occurred before is enough, so that every text of seven tokens soon repeats itself."""
+    """One token that occurred before is enough, so that every text of seven tokens soon repeats itself. Looking is free,
+    so it happens in every step."""
     monkeypatch.setattr(repetition, "MATCH", 1)
+    monkeypatch.setattr(repetition, "LOOK_S", 0.0)
 
 
 def turns(world):
@@ -70,6 +83,25 @@ def test_a_text_is_searched_as_it_grows():
         last = token_ids[-MATCH:]
         earlier = any(token_ids[at : at + MATCH] == last for at in range(len(token_ids) - MATCH))
         assert text.is_found == (earlier and len(token_ids) > MATCH)
+
+
+def test_where_many_sequences_decode_a_longer_repetition_is_needed():
+    once, text = list(range(20)), Repetition()
+    text.look([*once, *range(LONG_MATCH - 1)], is_crowded=True)
+    assert not text.is_found
+    text.look([*once, *range(LONG_MATCH)], is_crowded=True)
+    assert text.is_found
+
+
+@pytest.mark.parametrize("num_sequences", [MANY - 1, MANY])
+def test_how_many_sequences_decode_decides_how_long_that_is(num_sequences):
+    once = [*range(20), *range(MATCH)]
+    sequences = [
+        SimpleNamespace(token_ids=once, repetition=Repetition(), set_max_drafts=lambda: None)
+        for _ in range(num_sequences)
+    ]
+    RepetitionSearch(SimpleNamespace(decoding=sequences)).look(step_s=1.0)
+    assert [each.repetition.is_found for each in sequences] == [num_sequences < MANY] * num_sequences
 
 
 def test_a_long_prompt_takes_several_looks():
@@ -177,9 +209,9 @@ def test_the_search_takes_only_its_share_of_the_time(monkeypatch, new_world, new
     searched = []
     look = Repetition.look
 
-    def record(text, token_ids):
+    def record(text, token_ids, **fields):
         searched.append(text)
-        return look(text, token_ids)
+        return look(text, token_ids, **fields)
 
     monkeypatch.setattr(Repetition, "look", record)
     world = new_world()
