@@ -14,7 +14,7 @@ MAX_SAVED_S = 0.001
 """The most time that is saved up for later steps."""
 VISIT_S = 5e-7
 """The assumed time for a sequence that is not searched."""
-MANY = 8
+MANY = 4
 """From this many decoding sequences on, a repetition must be longer."""
 
 

@@ -1,13 +1,18 @@
 """The draft lengths that give the most tokens per second, and the measured costs of steps and drafts behind them."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, strategies as st
 
+from penstock.models.speculative.controller import OBSERVE_EVERY, SpeculationController
 from penstock.models.speculative.cost_model import MEASURE_S, SIZES, StepCost
 from penstock.models.speculative.draft_cost import DraftCost
 from penstock.models.speculative.draft_lengths import MIN_CHANCE, MIN_GAIN, choose_lengths, choose_rounds
+from penstock.models.speculative.ngram import NgramDrafter
+from penstock.scheduler.plan import Decode, StepPlan
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
 
 acceptance = st.lists(
     st.lists(st.floats(0.03, 1.0), max_size=4).map(lambda parts: list(itertools.accumulate(parts, float.__mul__))),
@@ -152,3 +157,20 @@ def test_what_a_drafter_reads_takes_other_time_than_what_it_drafts():
             costs.observe(1, 2, 0, 2 * 2.2e-4)
     assert costs.seconds(1, 3) == pytest.approx(3 * 2.2e-4, rel=0.05)
     assert costs.seconds(1, 1, 600) == pytest.approx(2.2e-4 + 600 * 2e-6, rel=0.1)
+
+
+def test_plain_steps_are_learned_from_while_nothing_repeats():
+    """Otherwise only steps with drafts would show what a step takes, and drafts would seem to cost less."""
+    costs = StepCost(64)
+    controller = SpeculationController(
+        NgramDrafter(SpeculationConfig(DraftMethod.AUTO, 8)), 8, costs, runs_ahead=False, clock=lambda: 0.0,
+        on_repetition=True,
+    )  # fmt: skip
+    plain = StepPlan(0, [], [], [], [], [Decode(0, 1)])
+    batch = SimpleNamespace(token_ids=[0] * 4, sampled=[0] * 4)
+    before = costs.seconds(4)
+    for _ in range(10 * OBSERVE_EVERY):
+        drafted = controller.propose(plain, {}, lambda: None, {})
+        controller.observe(drafted, batch, [], 2 * before, is_fenced=True)
+    controller._observations.learn()
+    assert costs.seconds(4) > 1.5 * before
