@@ -299,10 +299,9 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         pages = library.shared_memory(num_blocks * num_bytes)
     instruction_set = kernels.name.decode()
     has_integers = quantization in ("int8", "int4") or any(is_kept(each.scheme) for each in info.quantized.values())
+    budget = _default_budget(spec, instruction_set, config.num_threads, has_integers=has_integers)
     facts = WorkerFacts(
-        **shared_facts(
-            config, info, num_blocks, _default_budget(spec, instruction_set, config.num_threads, has_integers=has_integers)
-        ),
+        **shared_facts(config, info, num_blocks, budget),
         backend="cpu",
         dtype=dtype,
         kv_cache_dtype="int8" if formats.kv is StorageFormat.INT8 else dtype,
@@ -338,12 +337,14 @@ def _formats(config: WorkerConfig, info: CheckpointInfo, dtype: str, quantizatio
 
 
 def kv_format(config: WorkerConfig, info: CheckpointInfo, dtype: str) -> StorageFormat:
-    """Returns the type of the KV cache of a model with activations in ``dtype``. Where this service quantises the
-    weights, ``auto`` is int8: that adds little to their error, and attention reads half the bytes. Raises ModelError."""
+    """Returns the type of the KV cache of a model with activations in ``dtype``. Raises ModelError.
+
+    Where this backend quantises the weights, ``auto`` is int8: that adds little to their error, and attention reads
+    half the bytes.
+    """
     wanted = config.kv_cache_dtype
     if wanted not in ("auto", "int8", dtype):
-        remedy = "here it must be auto or int8" if wanted == "fp8" else f"give auto, {dtype} or int8"
         why = "is for the backend cuda" if wanted == "fp8" else f"the activations are in {dtype}"
-        raise ModelError(f"--kv-cache-dtype {wanted}: {why}: {remedy}")
+        raise ModelError(f"--kv-cache-dtype {wanted}: {why}: give auto, {dtype} or int8")
     is_int8 = wanted == "int8" or (wanted == "auto" and info.at_load(config.quantization) is not None)
     return StorageFormat.INT8 if is_int8 else DTYPES[dtype]

@@ -4,10 +4,13 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from known_requests import BLOCK_SIZE, MAX_MODEL_LEN, expected_choice
 
+from penstock.kv.block_hash import hash_more_blocks
 from penstock.scheduler import repetition
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.repetition_search import MANY, RepetitionSearch
+from penstock.scheduler.planning.output_buffer import resume_output
 from penstock.scheduler.repetition import (
     LONG_MATCH,
     MATCH,
@@ -18,7 +21,7 @@ from penstock.scheduler.repetition import (
     PORTION,
     Repetition,
 )
-from penstock.scheduler.request import EngineFinishReason
+from penstock.scheduler.request import EngineFinishReason, ResumedSequence
 
 PROSE = [1, 2, 3, 4, 5, 6, 0, 2, 4, 6, 1, 3, 5, 0, 3, 6, 2, 5, 1, 4]
 MAX_DRAFTS = 3
@@ -226,3 +229,25 @@ def test_every_choice_is_searched(repeats, new_world, new_request):
     world = new_world()
     ask(world, new_request, n=3)
     assert len({row for plan in turns(world) for row in plan.repeating}) == 3
+
+
+@pytest.mark.parametrize("how", ["injected", "resumed"])
+def test_tokens_from_elsewhere_are_searched_too(new_world, new_request, how):
+    world = new_world()
+    request = new_request("one", PROSE, max_tokens=20, max_drafts=MAX_DRAFTS)
+    token_ids = expected_choice(request, 0, MAX_MODEL_LEN).token_ids[:9]
+    if how == "resumed":
+        hashes = hash_more_blocks(PROSE + token_ids, request.block_hashes, BLOCK_SIZE, request.hash_salt)
+        request.resumed = [ResumedSequence(token_ids, hashes, resume_output(request, 0, token_ids)[0])]
+    received = world.add(request)
+    for _ in range(4):
+        world.step()
+    if how == "injected":
+        received.to_inject += token_ids
+        assert world.scheduler.inject("one", token_ids)
+    for _ in range(4):
+        world.step()
+    [sequence] = world.scheduler.requests["one"].sequences
+    searched = sequence.repetition._text
+    assert searched == "".join(map(chr, sequence.token_ids[: len(searched)]))
+    assert "".join(map(chr, token_ids)) in searched[len(PROSE) :]

@@ -140,7 +140,7 @@ INLINE float scaled_weights(uint8_t* scores, int num_pages, float largest, const
 
 #if defined(MULTIPLIES_WORDS)
 
-// Queries and weights have two bytes per number, 15 bits.
+// Queries and weights have two bytes per number, 15 bits with a sign.
 struct Int8Kv {
   static constexpr int PER = 4;
   static constexpr int ROWS = 1;
@@ -164,7 +164,7 @@ struct Int8Kv {
     return {scale * (range / QUERY_LARGEST), sum_ints(sum), 0};
   }
 
-  // At most 127 * 127 * 128 * 1024: within 31 bits.
+  // At most 127 * 127 * 128 * 1024, within 31 bits, even if the sum with the EXCESS has overflowed.
   INLINE Floats score(const uint8_t* scores, int page, const Query& query, const uint8_t* keys, int64_t section) {
     const Ints sum = load_ints(scores + page * VECTOR) - EXCESS * query.high_sum;
     return to_floats(sum) * query.factor * load(key_scales(keys, section));

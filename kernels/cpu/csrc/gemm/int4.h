@@ -80,8 +80,7 @@ struct Int4 {
   }
 };
 
-#if !defined(WIDENS_NIBBLES) && !defined(DOT_IN_PARTS)
-#define UNPACKS_NIBBLES
+#if defined(__AVX512VNNI__)
 
 // Unpacks n columns to one byte per number, in the layout of an int8 panel.
 INLINE void int4_unpack(const uint8_t* line, int n, uint8_t* to) {
@@ -92,7 +91,8 @@ INLINE void int4_unpack(const uint8_t* line, int n, uint8_t* to) {
   }
 }
 
-// The same for many rows: a chunk of two panels is unpacked once for all of them, not once for each tile.
+// The same for many rows: a chunk of two panels is unpacked once for all of them, not once for each tile. Then it is
+// multiplied as int8 weights are.
 struct Int4Unpacked {
   static constexpr int LEAST_ROWS = 4 * DOT_ROWS;
   static constexpr int MOST_ROWS = 64;  // whose sums and chunk of inputs stay in the L1 cache
@@ -116,12 +116,12 @@ struct Int4Unpacked {
     for (int m = 0; m < M; m++)
       for (int p = 0; p < P; p++) dot[m][p] = sums_of(0);
     Ahead ahead = tile.ahead;
-    const uint8_t *at = tile.weights, *x = tile.inputs;
+    const uint8_t *line = tile.weights, *x = tile.inputs;
     for (int k = 0; k < tile.columns; k += 8) {
       ahead.next();
-      for (int half = 0; half < 2; half++, at += 64, x += 4) {
+      for (int half = 0; half < 2; half++, line += 64, x += 4) {
         DotBytes weights[P];
-        for (int p = 0; p < P; p++) weights[p] = load_weights(at + p * CHUNK_BYTES);
+        for (int p = 0; p < P; p++) weights[p] = load_weights(line + p * CHUNK_BYTES);
         for (int m = 0; m < M; m++)
           for (int p = 0; p < P; p++) dot[m][p] = add_products(dot[m][p], weights[p], x + m * tile.stride);
       }
@@ -266,7 +266,7 @@ static void int4_product(const Matrix& matrix, const Inputs& inputs, int begin, 
   if (inputs.rows >= byte_tiles::LEAST_ROWS && int4_chunk(matrix.group) >= Int4Tiles::LEAST_CHUNK)
     return byte_tiles::multiply(Int4Tiles(matrix), inputs, begin, end, output);
 #endif
-#if defined(UNPACKS_NIBBLES)
+#if defined(__AVX512VNNI__)
   if (inputs.rows >= Int4Unpacked::LEAST_ROWS) return Int4Unpacked::multiply(matrix, inputs, begin, end, output);
 #endif
   compute_tiles<Int4>(matrix, inputs, begin, end, output);

@@ -44,7 +44,7 @@ INLINE void compute_tiles(const Matrix& matrix, const Inputs& inputs, int begin,
     const int count = end - panel < 2 ? 1 : 2, per_tile = count < DOT_PANELS ? count : DOT_PANELS;
     const uint8_t* panels = matrix.panels + panel * matrix.panel_bytes;
     const uint8_t* next = panels_after(matrix, inputs, panel, end);
-    // Nothing has prefetched the first panels, so their first tile of several prefetches its own.
+    // Perhaps nothing has prefetched the first panels, so their first tile of several prefetches its own.
     const int calls = count / per_tile, own = panel == begin && tiles > 1 ? calls : 0;
     for (int i = 0; i < tiles; i++) {
       const int row = static_cast<int>(static_cast<int64_t>(inputs.rows) * i / tiles);

@@ -79,7 +79,8 @@ void StepRun::product(const PackedLinear& linear, const Prepared& inputs, float*
                            blocks > 1 ? MOST_SHARED_PANELS : MOST_PANELS, begins + pieces);
       ends[group] = pieces * blocks;
     }
-    // Adjacent items share panels, so that the second block of rows finds them in cache. Threads claim items in turn.
+    // Adjacent items share panels, so that the second block of rows finds them in cache. Threads claim items in turn, so
+    // a thread's next item is probably as far away as there are threads.
     threads_.run_divided(ends, true, [&](int item, int) {
       int piece = item / blocks, later = (item + threads_.used_in(0)) / blocks;
       int first = rows.rows * (item % blocks) / blocks, count = rows.rows * (item % blocks + 1) / blocks - first;
