@@ -6,8 +6,8 @@ from array import array
 MATCH = 8
 """The number of last tokens that must have occurred before. Prose seldom repeats as many."""
 LONG_MATCH = 2 * MATCH
-"""The same where many sequences decode: there a draft takes nearly as long as a token, so only a repetition that goes on
-for long pays."""
+"""The same where many sequences decode: a draft takes nearly as long as a token there, so only a long repetition
+pays."""
 MAX_UNPAID = 4
 """After this many consecutive steps in which no draft was accepted, a sequence has no more drafts for a while."""
 MIN_WAIT, MAX_WAIT = 16, 1024

@@ -37,7 +37,7 @@ could be paid for sooner."""
 WORTH_RATE, TYPICAL_RATE, USUAL_RATE = 0.2, 0.02, 0.05
 """The weights of a new observation in the moving averages."""
 OBSERVE_EVERY = 16
-"""Of the steps in which nothing is drafted, one in this many is observed."""
+"""The number of steps without drafts of which one is observed."""
 USUAL = 0.9
 """The confidence assumed of a drafter before its first proposal: high, so that it makes one."""
 
@@ -188,7 +188,7 @@ class SpeculationController:
         if drafted.tested:
             self._observations.add_drafts(drafted, rows)
         elif self._is_skipped:
-            # Some are observed all the same: the time of a step with drafts only shows in comparison with plain ones.
+            # Some are still observed, since the time of a step with drafts must be compared with that of plain ones.
             self._num_skipped += 1
             if self._num_skipped % OBSERVE_EVERY:
                 return

@@ -231,11 +231,10 @@ class ServeConfig:
     )
     block_size: int = flag(16, "tokens per block of the KV cache", metavar="N", choices=[16], group="the KV cache")
     kv_cache_dtype: str = flag(
-        "auto",
-        "the type of the KV cache: that of the activations, int8 on the cpu backend, or fp8 on cuda; auto is int8 on the "
-        "cpu backend with --quantization int8 or int4, else the type of the activations",
+        "auto", "the type of the KV cache: that of the activations, int8 on the cpu backend, or fp8 on cuda; auto is "
+        "that of the activations, or int8 on the cpu backend with --quantization int8 or int4",
         choices=["auto", "float32", "bfloat16", "float16", "int8", "fp8"],
-    )
+    )  # fmt: skip
     allow_additional_properties: bool = flag(
         False,
         "output that matches a JSON schema may have undeclared properties; without this flag, only if the schema sets "

@@ -2,6 +2,7 @@
 
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -167,10 +168,11 @@ def test_plain_steps_are_learned_from_while_nothing_repeats():
         on_repetition=True,
     )  # fmt: skip
     plain = StepPlan(0, [], [], [], [], [Decode(0, 1)])
-    batch = SimpleNamespace(token_ids=[0] * 4, sampled=[0] * 4)
+    table: Any = {}
+    batch: Any = SimpleNamespace(token_ids=[0] * 4, sampled=[0] * 4)
     before = costs.seconds(4)
     for _ in range(10 * OBSERVE_EVERY):
-        drafted = controller.propose(plain, {}, lambda: None, {})
+        drafted = controller.propose(plain, table, lambda: None, {})
         controller.observe(drafted, batch, [], 2 * before, is_fenced=True)
     controller._observations.learn()
     assert costs.seconds(4) > 1.5 * before

@@ -2,6 +2,7 @@
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from known_requests import BLOCK_SIZE, MAX_MODEL_LEN, expected_choice
@@ -38,8 +39,8 @@ def new_world(world_type):
 
 @pytest.fixture
 def repeats(monkeypatch):
-    """One token that occurred before is enough, so that every text of seven tokens soon repeats itself. Looking is free,
-    so it happens in every step."""
+    """One token that occurred before is enough, so that every text of seven tokens soon repeats itself. A look takes no
+    time, so it happens in every step."""
     monkeypatch.setattr(repetition, "MATCH", 1)
     monkeypatch.setattr(repetition, "LOOK_S", 0.0)
 
@@ -103,7 +104,8 @@ def test_how_many_sequences_decode_decides_how_long_that_is(num_sequences):
         SimpleNamespace(token_ids=once, repetition=Repetition(), set_max_drafts=lambda: None)
         for _ in range(num_sequences)
     ]
-    RepetitionSearch(SimpleNamespace(decoding=sequences)).look(step_s=1.0)
+    running: Any = SimpleNamespace(decoding=sequences)
+    RepetitionSearch(running).look(step_s=1.0)
     assert [each.repetition.is_found for each in sequences] == [num_sequences < MANY] * num_sequences
 
 
