@@ -95,8 +95,8 @@ class SpeculationController:
         self._skip_until = 0.0
         """If no row pays, steps before this time are skipped."""
         self._is_skipped = False
-        self._num_skipped = 0
         """Whether the current step is."""
+        self._num_skipped = 0
 
     def attach(self, table: RowTable) -> None:
         self._drafter.attach(table)

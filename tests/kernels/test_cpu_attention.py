@@ -93,9 +93,11 @@ def test_the_first_slot_forgets_what_the_page_held(table: Kernels, kv_format: St
 
 # ---------------------------------------------------------------------------------------------------------- the results
 
-TOLERANCES = {StorageFormat.F32: (2e-6, 2e-6), StorageFormat.BF16: (2.0**-8, 1e-5), StorageFormat.INT8: (2e-3, 1e-4)}
+TOLERANCES = {StorageFormat.F32: (2e-6, 2e-6), StorageFormat.BF16: (2.0**-8, 1e-5), StorageFormat.INT8: (1e-3, 1e-4)}
 """Of the weighted mean of magnitudes, and absolute. BF16: numerator and denominator are off by half a unit in the
-last of 8 bits, each. INT8: queries have 15 bits, and weights 15 or 16 bits of the largest one."""
+last of 8 bits, each. INT8: queries have 15 bits, and weights have 16 bits of the largest one."""
+WORD_LEVELS = {b"avx512", b"avx2", b"generic"}
+"""Levels at which the weights of INT8 have 15 bits."""
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
@@ -106,6 +108,8 @@ def test_attention_is_that_of_float64(table: Kernels, kv_format: StorageFormat, 
     got = sequence.attend(sequence.tiles())
     expected, magnitude = sequence.expected(stored=True)
     relative, absolute = TOLERANCES[kv_format]
+    if kv_format == StorageFormat.INT8 and table.name in WORD_LEVELS:
+        relative *= 2
     excess = np.abs(got - expected) - relative * magnitude - absolute
     assert excess.max() <= 0, f"off by {np.abs(got - expected).max():.3g}"
 
