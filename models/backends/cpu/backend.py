@@ -269,12 +269,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
     max_model_len = context_of(config, spec)
     kernels = find_kernels()
     assert kernels is not None, "every machine runs the generic kernels"
-    if nodes := sorted(set(config.thread_nodes)):
-        logger.info("threads and weights are divided among the NUMA nodes %s", ", ".join(map(str, nodes)))
-    if config.thread_cpus and all(len(cpus) == 1 for cpus in config.thread_cpus):
-        pinned = ", ".join(str(cpu) for (cpu,) in config.thread_cpus)
-        logger.info("each compute thread is pinned to a core of its own, of %s", pinned)
-    library = Library(config.num_threads, cpus=config.thread_cpus, nodes=config.thread_nodes)
+    library = _start_threads(config)
     max_bytes = max_weight_bytes(spec, formats, info.quantized, kernels)
     check_weights_fit(config, spec.architecture, max_bytes, dtype if quantization == "none" else quantization)
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
@@ -312,6 +307,15 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CpuBackend:
         instruction_set=instruction_set,
     )
     return CpuBackend(model, pages, facts, spec.num_parameters)
+
+
+def _start_threads(config: WorkerConfig) -> Library:
+    if nodes := sorted(set(config.thread_nodes)):
+        logger.info("threads and weights are divided among the NUMA nodes %s", ", ".join(map(str, nodes)))
+    if config.thread_cpus and all(len(cpus) == 1 for cpus in config.thread_cpus):
+        pinned = ", ".join(str(cpu) for (cpu,) in config.thread_cpus)
+        logger.info("each compute thread is pinned to a core of its own, of %s", pinned)
+    return Library(config.num_threads, cpus=config.thread_cpus, nodes=config.thread_nodes)
 
 
 def _default_budget(spec: ModelSpec, instruction_set: str, num_threads: int, *, has_integers: bool) -> int:
