@@ -37,7 +37,7 @@ could be paid for sooner."""
 WORTH_RATE, TYPICAL_RATE, USUAL_RATE = 0.2, 0.02, 0.05
 """The weights of a new observation in the moving averages."""
 OBSERVE_EVERY = 16
-"""The number of steps without drafts of which one is observed."""
+"""While nothing is drafted, one step in this many is observed."""
 USUAL = 0.9
 """The confidence assumed of a drafter before its first proposal: high, so that it makes one."""
 

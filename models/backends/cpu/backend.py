@@ -42,7 +42,7 @@ the registers and the clock of typical processors, not measured."""
 OTHER_OPERATIONS_PER_S = 250e9
 """The same for any other instruction set."""
 INTEGER_OPERATIONS_PER_S = {"amx": 1600e9, "avx512_bf16": 500e9, "avx512_vnni": 500e9}
-"""The same for products with integer weights, by instruction set, where they are faster."""
+"""The same for products with integer weights, where they are faster. Measured for avx512_vnni only."""
 MIN_BATCHED_TOKENS = 64
 """Products of fewer rows are slower, and each decoding row needs one row."""
 MOST_BATCHED_TOKENS = 256

@@ -5,6 +5,8 @@ import logging
 import os
 import signal
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -208,6 +210,13 @@ async def test_a_worker_imports_no_tensor_library_and_can_be_silent(odd, worker_
     assert capfd.readouterr().err == ""
     assert "numpy" in modules
     assert modules.isdisjoint({"torch", "transformers", "safetensors", "huggingface_hub", "tokenizers", "grpc"})
+
+
+@pytest.mark.parametrize(("instruction_set", "integers"), [("avx512_vnni", 192), ("avx2", 96)])
+def test_steps_have_more_tokens_where_integers_are_multiplied_faster(instruction_set, integers):
+    spec: Any = SimpleNamespace(num_parameters=400_000_000, vocab_size=0, hidden_size=0, layer_inputs=None)
+    assert cpu_backend._default_budget(spec, instruction_set, 2, has_integers=False) == 96
+    assert cpu_backend._default_budget(spec, instruction_set, 2, has_integers=True) == integers
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

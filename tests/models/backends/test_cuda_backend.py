@@ -367,6 +367,7 @@ class TestRefusals:
     def test_types(self, load):
         assert "float64" in self.refusal(load, dtype="float64")
         assert "--kv-cache-dtype int8" in self.refusal(load, kv_cache_dtype="int8")
+        assert "float16: the activations are in float32" in self.refusal(load, kv_cache_dtype="float16")
 
     @pytest.mark.skipif(DEVICE == "cuda", reason="is about machines without CUDA")
     def test_no_gpu(self, load, monkeypatch):

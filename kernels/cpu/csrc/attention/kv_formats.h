@@ -19,7 +19,7 @@ namespace paged {
 // One query head of one token.
 struct Query {
   float factor;             // of scores: the attention's scale and, for INT8, the query's
-  int32_t high_sum, low_sum;  // INT8: of the query's bytes, to undo the EXCESS of keys
+  int32_t high_sum, low_sum;  // INT8: of the query's bytes, or of all of it and 0, to undo the EXCESS of keys
 };
 
 // The result of computing the weights of one query in one split.

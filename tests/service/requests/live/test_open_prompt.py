@@ -134,7 +134,7 @@ class TestOpenPrompt:
         await asyncio.sleep(0.4)
         await stream.send(append(text=TEXT))
         finished = await stream.finished()
-        assert time.monotonic() - began > 1.2, "each frame begins the time anew"
+        assert time.monotonic() - began > 1.2, "each piece restarts the timer"
         assert finished.reason == pb.FINISH_REASON_DEADLINE
         assert stream.reason_of(finished.status) == "OPEN_PROMPT_EXPIRED"
         assert "commit" in finished.status.message
