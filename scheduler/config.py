@@ -67,7 +67,7 @@ class SchedulerConfig:
     policy: Policy = Policy.FCFS
     enable_prefix_caching: bool = True
     max_plans_in_flight: int = MAX_PLANS_IN_FLIGHT
-    """The maximum number of plans without a result: 1 or 2."""
+    """The maximum number of plans without a result: 1 or 2, and one more for each stage after the first."""
     target_itl_s: float | None = None
     """The target time between a row's tokens, which limits the chunks of prompts in the same step; None: see
     ``timing/step_time.py``."""

@@ -8,7 +8,7 @@ from penstock.scheduler.worker_config import WorkerFacts
 
 MAX_PLANS_IN_FLIGHT = 2
 """One plan is computed while one waits: the worker never waits for Python, and a token in flight is never two steps
-old."""
+old. A model that is divided into stages has one more for each further stage."""
 
 
 class ExecutorError(Exception):
@@ -23,7 +23,7 @@ class ExecutorError(Exception):
 
 
 class Executor(Protocol):
-    """Runs plans strictly in order. At most ``MAX_PLANS_IN_FLIGHT`` are without a result.
+    """Runs plans strictly in order. At most ``MAX_PLANS_IN_FLIGHT`` are without a result, or more with several stages.
 
     After its worker is gone, it is restarted: ``stop``, then ``start``, then ``results`` again.
     """

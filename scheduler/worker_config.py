@@ -54,6 +54,23 @@ MAX_BATCHED_TOKENS = 2048
 """The maximum number of tokens in a step, unless the operator sets a higher one."""
 
 
+class Meeting(msgspec.Struct, frozen=True):
+    """How the ranks of a model find each other: in a directory if all run on one host, else by TCP at rank 0."""
+
+    directory: str = ""
+    """A directory that only the service's user can enter, for sockets and files of the ranks; empty: by TCP."""
+    host: str = ""
+    """The host of rank 0, as this rank reaches it."""
+    store_port: int = 0
+    """The port of the TCPStore of torch.distributed; 0 where ranks do not share matrices."""
+    stage_port: int = 0
+    """The port at which the first stage accepts the others; 0 with one stage."""
+    secret: bytes = b""
+    """What a rank shows to the first stage to be accepted."""
+    interface: str = ""
+    """The network interface of collectives; empty: loopback with a directory, else the one that routes to ``host``."""
+
+
 class WorkerConfig(msgspec.Struct, frozen=True):
     """The settings of a worker. The same config gives the same facts after every restart, except for times."""
 
@@ -129,8 +146,12 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     totals for all of them until each rank receives its part."""
     tensor_parallel_rank: int = 0
     """This worker's rank. All ranks get every plan; only rank 0 returns results."""
-    rendezvous: str = ""
-    """The meeting point of the ranks: the path of a file that does not exist yet, in a directory that only they use."""
+    pipeline_parallel_size: int = 1
+    """The number of stages, each of which has a part of the layers. Rank r is the part r % ``tensor_parallel_size`` of
+    the matrices in stage r // ``tensor_parallel_size``."""
+    pipeline_parallel_rank: int = 0
+    """This worker's stage. Only the first stage gets plans, and has the embedding and the head."""
+    meeting: Meeting = Meeting()
     measures_steps: bool = True
     """Whether the worker computes some steps for ``measured_steps``; false for a worker that replaces another."""
 
@@ -180,6 +201,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """The length of a row's vector."""
     tensor_parallel_size: int = 1
     """The number of ranks that share the model. Bytes and threads are those of each rank."""
+    pipeline_parallel_size: int = 1
+    """The number of stages. Bytes and threads are those of the first stage."""
     num_host_blocks: int = 0
     """The number of slots of the host tier, numbered from 0."""
     copy_us_per_block: float = 0.0

@@ -68,7 +68,7 @@ def join(config: WorkerConfig) -> TensorParallel:
     with _peers():
         distributed.init_process_group(
             "nccl" if on_gpu else "gloo",
-            init_method=f"file://{config.rendezvous}",
+            init_method=f"file://{config.meeting.directory}/ranks",
             rank=rank,
             world_size=size,
             timeout=TIMEOUT,

@@ -14,7 +14,7 @@ from penstock.models.executor.spawn import Spawned
 from penstock.models.executor.wire import FrameKind, encode_frame
 from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.plan import StepPlan, StepResult
-from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
+from penstock.scheduler.worker_config import Meeting, WorkerConfig, WorkerFacts
 
 ANSWER_S = 0.2
 """How long rank 0 has to return the results of the steps before the one in which another rank failed."""
@@ -22,22 +22,29 @@ ANSWER_S = 0.2
 
 def new_executor(config: WorkerConfig, spawned: Spawned | None = None) -> Executor:
     """Returns the executor for a service with this config. ``spawned`` is a worker process that was started already."""
-    if config.tensor_parallel_size == 1:
+    if num_ranks(config) == 1:
         return WorkerProcess(config, spawned=spawned)
     if spawned is not None:
         spawned.drop()  # ranks are started together
     return WorkerGroup(config)
 
 
+def num_ranks(config: WorkerConfig) -> int:
+    """Returns the number of ranks of a model."""
+    return config.tensor_parallel_size * config.pipeline_parallel_size
+
+
 class WorkerGroup:
-    """An ``Executor`` over one worker process per rank. Every rank gets every plan, and only rank 0 returns results.
-    When one ends, all are ended, and the next ``start`` starts all of them."""
+    """An ``Executor`` over one worker process per rank. Every rank of the first stage gets every plan, and only rank 0
+    returns results. When one ends, all are ended, and the next ``start`` starts all of them."""
 
     def __init__(self, config: WorkerConfig) -> None:
         # The name cannot be guessed, and creating the directory fails if it exists.
         self._directory = Path(tempfile.gettempdir()) / f"penstock-{secrets.token_hex(16)}"
-        ranks = range(config.tensor_parallel_size)
+        ranks = range(num_ranks(config))
         self._workers = [WorkerProcess(_of_rank(config, rank, self._directory)) for rank in ranks]
+        self._planned = self._workers[: config.tensor_parallel_size]
+        """Those of the first stage."""
         self._answers: asyncio.Queue[StepResult | ExecutorError | None] = asyncio.Queue()
         self._watches: list[asyncio.Task[None]] = []
         self._lost: ExecutorError | None = None
@@ -68,7 +75,7 @@ class WorkerGroup:
         if self._lost is not None:
             raise self._lost
         frame = encode_frame(FrameKind.PLAN, plan)
-        for worker in self._workers:
+        for worker in self._planned:
             worker.submit_frame(frame)
 
     async def results(self) -> AsyncIterator[StepResult]:
@@ -113,13 +120,19 @@ class WorkerGroup:
 
 def _of_rank(config: WorkerConfig, rank: int, directory: Path) -> WorkerConfig:
     """Returns a rank's own config: its GPU, or its share of the host's threads and memory."""
-    size, limit = config.tensor_parallel_size, config.max_memory_bytes
+    size, limit = num_ranks(config), config.max_memory_bytes
+    num_threads = max(1, config.num_threads // size)
+    threads = slice(rank * num_threads, (rank + 1) * num_threads)
+    stage, part = divmod(rank, config.tensor_parallel_size)
     return msgspec.structs.replace(
         config,
-        tensor_parallel_rank=rank,
-        rendezvous=str(directory / "ranks"),
+        tensor_parallel_rank=part,
+        pipeline_parallel_rank=stage,
+        meeting=Meeting(directory=str(directory)),
         device=f"cuda:{rank}" if config.device == "cuda" else config.device,
-        num_threads=max(1, config.num_threads // size),
+        num_threads=num_threads,
+        thread_cpus=config.thread_cpus[threads],
+        thread_nodes=config.thread_nodes[threads],
         max_memory_bytes=None if limit is None else limit // size,
         # What all ranks would log, only rank 0 logs.
         log_level=config.log_level if rank == 0 else "error",

@@ -78,7 +78,7 @@ class LatencyPredictor:
         """How long the next plan can be delayed and still arrive before the worker needs it. The step may be shorter
         than predicted, because the worker may draft nothing. Requests that arrive in this time are in the plan, and do
         not wait for another whole step. 0 while too little is known."""
-        if len(self._in_flight) != 1:
+        if not self._in_flight or len(self._in_flight) != self._context.max_plans_in_flight - 1:
             return 0.0
         step_s = self._model.predict(self._in_flight[0], drafts=0) or 0.0
         return max(0.0, self._answered_at + step_s - max(MIN_MARGIN_S, MARGIN * step_s) - self._clock())

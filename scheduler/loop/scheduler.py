@@ -292,7 +292,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Returns the next plan, which must be submitted at once; None if there is nothing to do, or too many plans are
         in flight."""
-        if len(self._in_flight) >= self._context.config.max_plans_in_flight:
+        if len(self._in_flight) >= self._context.max_plans_in_flight:
             return None
         while True:
             plan = self._planner.plan()

@@ -39,6 +39,8 @@ class PlanningContext:
         """The maximum number of running rows."""
         self.budget = config.token_budget(self.facts)
         """The maximum number of tokens in a step."""
+        self.max_plans_in_flight = config.max_plans_in_flight + self.facts.pipeline_parallel_size - 1
+        """One step is in each stage, and one waits."""
         assert 0 < self.max_rows <= self.budget, "every running row can decode in every step, so that none starves"
 
     def is_above_share(self, tenant: TenantUse) -> bool:

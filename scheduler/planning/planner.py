@@ -184,7 +184,7 @@ class Planner:
     def _plan_decodes(self, plan: StepPlan, sitting_out: Container[SequenceState]) -> list[tuple[int, SequenceState]]:
         """Plans a token for each decoding row that does not sit the step out; returns the rows that may have drafts,
         with their positions in the plan."""
-        unplanned = deque(self._preemption.rows_to_plan())  # without the rows that are preempted meanwhile
+        unplanned = deque(self._preemption.rows_to_plan(plan.step))  # without the rows that are preempted meanwhile
         drafting: list[tuple[int, SequenceState]] = []
         decode_kv = 0
         while unplanned:
@@ -201,6 +201,7 @@ class Planner:
                     drafting.append((len(plan.decodes), sequence))
                 plan.decodes.append(sequence.decode)
                 sequence.in_flight.append(1)
+                sequence.planned_at = plan.step
                 sequence.length_bound += 1
                 decode_kv += num_slots
             elif sequence.complete_from is None:
@@ -353,6 +354,7 @@ class Planner:
         num_sampled = int(end == sequence.prefill_end and not sequence.is_pooled)
         sequence.num_planned = end
         sequence.in_flight.append(num_sampled)
+        sequence.planned_at = plan.step
         sequence.length_bound += num_sampled
         sequence.live.tenant.charge(end - start)
         sequence.live.timeline.prefilled(sequence.index, plan.step, end - start)

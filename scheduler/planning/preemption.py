@@ -5,9 +5,10 @@ the tenant with the largest share for its weight; among them the one with the le
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT
 from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.sequence import SequenceState
 from penstock.scheduler.planning.tenants import TenantUse
@@ -25,11 +26,12 @@ class PreemptionPolicy:
         """The tenants' dominant shares when the plan began. They stay until the next plan; otherwise two rows could
         preempt each other."""
 
-    def rows_to_plan(self) -> list[SequenceState]:
-        """Returns the decoding rows in the order in which the plan continues them; do not change the list. Under
-        ``fair``, rows of the tenant with the smallest share come first, so that rows of one with a large share can
-        still be preempted."""
+    def rows_to_plan(self, step: int) -> list[SequenceState]:
+        """Returns the decoding rows that a step continues, in order; do not change the list. Under ``fair``, rows of
+        the tenant with the smallest share come first, so that rows of one with a large share can still be preempted."""
         decoding = self._running.decoding
+        if self._context.facts.pipeline_parallel_size > 1:
+            decoding = in_turn(decoding, step, self._context.facts.pipeline_parallel_size)
         if self._policy is not Policy.FAIR:
             return decoding
         self._shares = self._dominant_shares()
@@ -132,3 +134,16 @@ class PreemptionPolicy:
     def _cheapest(self, sequences: Iterable[SequenceState]) -> SequenceState:
         """Returns the row with the least to recompute: the one that shares most of its blocks, or has the fewest."""
         return min(sequences, key=lambda sequence: (self._kv.pool.num_unshared(sequence.block_ids), -sequence.rank[2]))
+
+
+def in_turn(decoding: Sequence[SequenceState], step: int, num_stages: int) -> list[SequenceState]:
+    """Returns the rows that a step continues if the model has stages: about one of ``num_stages`` groups, so that every
+    stage has a step to compute. A row whose last token is still on its way through the stages leaves its turn to
+    others, since the step would wait for it, and all later steps with it. Rows that need no more tokens stay."""
+    unfinished = [row for row in decoding if row.length_bound < row.length_limit]
+    free = [row for row in unfinished if not row.in_flight or row.planned_at <= step - num_stages]
+    if not free:  # a step that waits in the worker starts sooner than one that waits for a result here
+        free = [row for row in unfinished if len(row.in_flight) < MAX_PLANS_IN_FLIGHT]
+    chosen = sorted(free, key=lambda row: row.planned_at)[: -(-len(unfinished) // num_stages)]
+    turn = set(chosen)
+    return [row for row in decoding if row in turn or row.length_bound >= row.length_limit]

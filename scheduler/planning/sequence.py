@@ -182,6 +182,8 @@ class SequenceState:
     """The length at which output ends at the latest."""
     in_flight: deque[int] = field(default_factory=deque)
     """The maximum number of tokens that each plan in flight adds, for the plans that compute the sequence."""
+    planned_at: int = -1
+    """The last step that may add a token."""
     max_drafts: int = field(init=False)
     """The maximum number of drafts in a step."""
     repetition: Repetition | None = None

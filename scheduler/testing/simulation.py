@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from penstock.kv.block_hash import hash_blocks
 from penstock.scheduler.config import SchedulerConfig
-from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult
 from penstock.scheduler.request import (
@@ -162,7 +161,6 @@ class Simulation:
         """Plans as soon as another plan may be in flight, without the engine's delay, and starts the next step."""
         while (plan := self.scheduler.schedule()) is not None:
             self._plans.append(plan)
-            assert len(self._plans) <= MAX_PLANS_IN_FLIGHT
         if self._plans and self._result is None:
             plan = self._plans[0]
             self._result = self._worker.run(plan)

@@ -376,4 +376,5 @@ def _worker_config(
         log_level=config.log_level,
         log_format=config.log_format,
         tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
     )

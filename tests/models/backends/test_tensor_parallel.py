@@ -31,7 +31,7 @@ from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import SamplingParams, StepPlan
 from penstock.scheduler.request import EngineFinishReason
-from penstock.scheduler.worker_config import WorkerConfig
+from penstock.scheduler.worker_config import Meeting, WorkerConfig
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2)
 SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, top_k=100, seed=2**63 + 11, repetition_penalty=1.1)
@@ -136,7 +136,7 @@ async def test_two_ranks_give_what_one_process_gives(
     prompts = [[min(token, VOCAB_SIZE - 1) for token in prompt] for prompt in prompts]
     config = {"num_blocks": 128, "tokenizer_vocab_size": VOCAB_SIZE}
     whole = await start_engine(in_process(path, **config))
-    shared = in_process(path, **config, tensor_parallel_size=2, rendezvous=str(tmp_path / "ranks"))
+    shared = in_process(path, **config, tensor_parallel_size=2, meeting=Meeting(str(tmp_path)))
     engine = await start_engine(RankZero(shared, next(connections)), max_num_batched_tokens=48)
     ids, tops, numbers = await told(engine, prompts)
     expected_ids, expected_tops, expected_numbers = await told(whole, prompts)
@@ -157,7 +157,7 @@ async def test_on_the_backend_for_gpus_too(build_model, in_process, start_engine
     path = build_model(tmp_path / "olmo2", "Olmo2Config", tiny).path
     config = {"num_blocks": 3, "max_model_len": 16, "max_num_seqs": 1}
     whole = await start_engine(in_process(path, **config))
-    ranks = {"tensor_parallel_size": 2, "rendezvous": str(tmp_path / "ranks")}
+    ranks = {"tensor_parallel_size": 2, "meeting": Meeting(str(tmp_path))}
     shared = in_process(path, **config, **ranks, backend="cuda", max_num_batched_tokens=16)
     engine = await start_engine(RankZero(shared, next(connections)))
     [ours], [expected] = [await each.run([[7, 3, 15, 21, 9]], SAMPLED, 3) for each in (engine, whole)]
@@ -241,7 +241,7 @@ def test_ranks_have_a_gpu_each_and_share_a_host(tmp_path):
     assert (first.device, second.device) == ("cuda:0", "cuda:1")
     assert (first.tensor_parallel_rank, second.tensor_parallel_rank) == (0, 1)
     assert {(rank.num_threads, rank.max_memory_bytes) for rank in (first, second)} == {(2, 50)}
-    assert first.rendezvous == second.rendezvous
+    assert first.meeting == second.meeting
 
 
 async def test_a_rank_is_killed_amid_8_streams(tiny_model, worker_config, in_process, start_engine, prompts, caplog):
