@@ -151,6 +151,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     the matrices in stage r // ``tensor_parallel_size``."""
     pipeline_parallel_rank: int = 0
     """This worker's stage. Only the first stage gets plans, and has the embedding and the head."""
+    stage_layers: tuple[int, ...] = ()
+    """The number of layers of each stage; empty: as many as make all stages take the same time."""
     meeting: Meeting = Meeting()
     measures_steps: bool = True
     """Whether the worker computes some steps for ``measured_steps``; false for a worker that replaces another."""
@@ -201,11 +203,16 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """The length of a row's vector."""
     tensor_parallel_size: int = 1
     """The number of ranks that share the model. Bytes and threads are those of each rank."""
-    pipeline_parallel_size: int = 1
-    """The number of stages. Bytes and threads are those of the first stage."""
+    stage_layers: tuple[int, ...] = ()
+    """The number of layers of each stage; empty: there are no stages. Bytes and threads are those of the first one."""
     num_host_blocks: int = 0
     """The number of slots of the host tier, numbered from 0."""
     copy_us_per_block: float = 0.0
     """The approximate time to copy one block between the tiers, measured at the start."""
     measured_steps: tuple[MeasuredStep, ...] = ()
     """Steps that were computed at the start, so that times can be predicted from the first request on."""
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """The number of stages."""
+        return max(1, len(self.stage_layers))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from penstock.models.architecture.foreign import ForeignSpec
 from penstock.models.architecture.registry import nearest
@@ -32,6 +32,10 @@ class Backend(Protocol):
     def runs_ahead(self) -> bool:
         """Whether ``start_step`` returns before the batch is computed."""
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether a batch may only start once all tokens of its rows are known, although it ``runs_ahead``."""
+
     def reset_blocks(self, block_ids: list[int]) -> None:
         """Discards the blocks' content so that none of it can be read: they have a new owner, who will write them."""
 
@@ -54,10 +58,21 @@ Finish = Callable[[], BatchResult]
 """Waits until a batch is computed. It is called once per batch, in order, possibly on another thread."""
 
 
+class LaterStage(Protocol):
+    """A stage of a pipeline after the first one: layers, whose batches come from the first stage."""
+
+    @property
+    def facts(self) -> WorkerFacts:
+        """The properties of its part of the model."""
+
+    def serve(self) -> NoReturn:
+        """Computes batches until the first stage is lost. Raises PeerLost."""
+
+
 class SynchronousBackend(ABC):
     """A base class for backends that compute a batch within ``start_step``."""
 
-    runs_ahead = False
+    runs_ahead, needs_tokens = False, False
 
     @abstractmethod
     def run(self, batch: Batch) -> BatchResult:
@@ -86,7 +101,7 @@ def shared_facts(config: WorkerConfig, info: CheckpointInfo, num_blocks: int, de
     ``default_budget`` is the number of tokens in a step unless the config sets it. Logs a context that is shortened."""
     spec = info.spec
     max_model_len, wanted = context_of(config, spec, num_blocks), context_of(config, spec)
-    if max_model_len < wanted and config.tensor_parallel_rank == 0:
+    if max_model_len < wanted and config.tensor_parallel_rank == config.pipeline_parallel_rank == 0:
         logger.warning(
             "context %s: the KV cache holds no more, and the model was made for %s; raise --kv-cache-memory-bytes or "
             "--gpu-memory-utilization for longer requests, or give --max-model-len to choose",
@@ -117,10 +132,12 @@ class _Entry:
     """The device for which ``auto`` considers the backend; None for all."""
     extra: str
     """The package's extra that installs what the backend imports."""
+    has_stages: bool = False
+    """Whether it can be one of several stages. Its module then has ``load_stage``."""
 
 
 BACKENDS = {
-    "cpu": _Entry("penstock.models.backends.cpu.backend", "cpu", "cpu"),
+    "cpu": _Entry("penstock.models.backends.cpu.backend", "cpu", "cpu", has_stages=True),
     "cuda": _Entry("penstock.models.backends.cuda.backend", "cuda", "cuda"),
     "reference": _Entry("penstock.models.backends.reference.backend", None, "torch"),
     "transformers": _Entry("penstock.models.backends.transformers_module.backend", None, "torch"),
@@ -133,6 +150,20 @@ FOREIGN = "transformers"
 
 def load_backend(config: WorkerConfig) -> Backend:
     """Loads a model with the backend that the config names, or with the best one. Raises ModelError."""
+    module, info = _choose_backend(config)
+    backend: Backend = module.load(config, info)
+    return backend
+
+
+def load_stage(config: WorkerConfig) -> LaterStage:
+    """Loads a stage after the first one, with the same choice of the backend. Raises ModelError and PeerLost."""
+    module, info = _choose_backend(config)
+    stage: LaterStage = module.load_stage(config, info)
+    return stage
+
+
+def _choose_backend(config: WorkerConfig) -> tuple[ModuleType, CheckpointInfo]:
+    """Returns the module of the backend, and the checked model. Raises ModelError."""
     if config.backend not in ("auto", *BACKENDS):
         raise ModelError(
             f"--backend {config.backend}: there is no such backend: choose auto or one of {', '.join(BACKENDS)}"
@@ -140,7 +171,7 @@ def load_backend(config: WorkerConfig) -> Backend:
     if config.load_format not in ("auto", "dummy"):
         raise ModelError(f"--load-format {config.load_format}: must be auto or dummy")
     info = check_checkpoint(Path(config.model), weights=config.load_format != "dummy")
-    if config.tensor_parallel_rank == 0:
+    if config.tensor_parallel_rank == 0 and config.pipeline_parallel_rank == 0:
         _log_checkpoint(config, info)
     reasons: list[str] = []
     for name in _candidates(config, info):
@@ -153,8 +184,7 @@ def load_backend(config: WorkerConfig) -> Backend:
         if why_not is None:
             for reason in reasons:
                 logger.warning("SLOW: this model runs on the %s backend. %s", name, reason)
-            backend: Backend = module.load(config, info)
-            return backend
+            return module, info
         reasons.append(f"--backend {name}: {why_not}")
     raise ModelError("; ".join(reasons))
 
@@ -182,6 +212,12 @@ def _why_not(name: str, module: ModuleType, config: WorkerConfig, info: Checkpoi
         return (
             f"{info.path / 'config.json'}: architectures names {info.spec.architecture}, which it does not have; the "
             f"closest is {nearest(info.config)}: give --backend {FOREIGN}, or leave it out"
+        )
+    if config.pipeline_parallel_size > 1 and not BACKENDS[name].has_stages:
+        able = " or ".join(other for other, entry in BACKENDS.items() if entry.has_stages)
+        return (
+            f"--pipeline-parallel-size is {config.pipeline_parallel_size}, and this backend has no stages: leave that "
+            f"out, or give --backend {able}"
         )
     reason: str | None = module.unsupported_reason(config, info) if hasattr(module, "unsupported_reason") else None
     return reason

@@ -1,5 +1,6 @@
 """The worker's rows: the authority on each row's position between plans. Plain data and integers; uses no tensors."""
 
+import threading
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,6 +58,8 @@ class Row:
     """The output that the caller expects; empty if it expects none."""
     is_dropped: bool = False
     """Whether a plan has dropped the row; a step that began earlier may still compute it."""
+    learned: threading.Event | None = None
+    """Set once the tokens of the newest step that samples for the row are known; None if no backend waits for that."""
 
     def expect(self) -> int:
         """Extends the history by a token that is being chosen. Returns its position, for ``learn``."""

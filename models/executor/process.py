@@ -71,6 +71,7 @@ class WorkerProcess:
             num_blocks=facts.num_blocks,
             max_model_len=facts.max_model_len,
             backend=facts.backend,
+            stage_layers=facts.stage_layers,
             measures_steps=False,
         )
         return facts

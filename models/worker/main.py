@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from queue import SimpleQueue
+from typing import NoReturn
 
 import msgspec
 
-from penstock.models.backends.base import load_backend
+from penstock.models.backends.base import load_backend, load_stage
 from penstock.models.backends.tensor_parallel import PeerLost
 from penstock.models.errors import ModelError
 from penstock.models.executor.child_process import WORKER, prepare_child
@@ -69,6 +70,8 @@ def serve(channel: Channel) -> int:
     set_up_logging(config.log_format, config.log_level, holds_texts=False)
     try:
         with _alive(channel):
+            if config.pipeline_parallel_rank:
+                _serve_stage(channel, config, frames)
             config = check_speculation(config)
             grammars = None
             if config.tokenizer is not None:  # other workers do not need the grammar library
@@ -98,6 +101,21 @@ def serve(channel: Channel) -> int:
     with contextlib.suppress(OSError):
         channel.send(FrameKind.FAILED, failure)
     return 1
+
+
+def _serve_stage(channel: Channel, config: WorkerConfig, frames: Iterator[tuple[FrameKind, object]]) -> NoReturn:
+    """Serves a later stage of a pipeline. It gets no plans, and ends when the service closes its end."""
+    threading.Thread(target=_end_after, args=(frames,), name="end", daemon=True).start()
+    stage = load_stage(config)
+    gc.freeze()
+    channel.send(FrameKind.FACTS, stage.facts)
+    stage.serve()
+
+
+def _end_after(frames: Iterator[tuple[FrameKind, object]]) -> None:
+    for _ in frames:
+        pass
+    os._exit(0)
 
 
 def _run_plans(channel: Channel, runner: Runner, frames: Iterator[tuple[FrameKind, object]], is_heard: bool) -> None:

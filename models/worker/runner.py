@@ -29,6 +29,9 @@ LARGE_BYTES = 256 << 20
 
 EMPTY_STEP_S = 0.01
 """How long a step lasts whose rows all wait for masks, so that new rows can join the next one."""
+KNOWN = threading.Event()
+"""Stands for a step whose tokens are known."""
+KNOWN.set()
 LATE = -2
 """The position of the next token of a row that sits out the step."""
 
@@ -56,6 +59,7 @@ class Runner:
         self._has_drafts = False
         """Whether the newest step has drafts; how far it advances its rows is then unknown until it ends."""
         self.runs_ahead = backend.runs_ahead
+        self._waits_for_rows = backend.runs_ahead and backend.needs_tokens
         self._rows = RowTable(backend.facts.num_blocks, backend.facts.block_size, backend.facts.hidden_size)
         if controller is not None:
             controller.attach(self._rows)
@@ -140,6 +144,8 @@ class Runner:
     def start_step(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Applies a plan and starts its computation. Returns a function that waits for the result. Plans start in order
         and are waited for in order, possibly on another thread."""
+        if self._waits_for_rows:
+            self._await_rows(plan)
         began = self._clock()
         if plan.copies_out:
             self._backend.copy_out(plan.copies_out)
@@ -152,6 +158,13 @@ class Runner:
         if plan.is_empty:
             return lambda: StepResult(plan.step, idle, [], 0, 0)
         return self._compute(plan, self._draft(plan), began, idle)
+
+    def _await_rows(self, plan: StepPlan) -> None:
+        """Waits until all tokens of the plan's rows are known; steps with other rows may be unfinished."""
+        for decode in plan.decodes:
+            if (learned := self._rows[decode.row].learned) is not None:
+                learned.wait()
+        self._newest, self._has_drafts = KNOWN, False
 
     def _apply(self, plan: StepPlan) -> None:
         controller, rows = self._controller, self._rows
@@ -226,6 +239,9 @@ class Runner:
         ]
         learned = self._newest = threading.Event()
         self._has_drafts = bool(drafted.drafts)
+        if self._waits_for_rows:
+            for row, num in zip(batch.rows, batch.num_sampled, strict=True):
+                row.learned = learned if num else row.learned
 
         def result() -> StepResult:
             try:

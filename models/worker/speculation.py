@@ -24,6 +24,11 @@ def check_speculation(config: WorkerConfig) -> WorkerConfig:
             "--speculative-config: does not work with --tensor-parallel-size above 1, since all ranks must draft the "
             "same number of tokens, and each chooses it by its own clock: remove one of the two"
         )
+    if config.pipeline_parallel_size > 1 and config.speculation.method is DraftMethod.EAGLE3:
+        raise ModelError(
+            "--speculative-config: an eagle3 head reads layers that other stages compute, so it does not work with "
+            "--pipeline-parallel-size above 1: choose another method, or remove one of the two"
+        )
     make_room = MAKE_ROOM.get(config.speculation.method)
     return config if make_room is None else make_room(config)
 

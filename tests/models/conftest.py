@@ -71,7 +71,7 @@ from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.plan import StepResult
 
 class Runner:
-    runs_ahead = False
+    runs_ahead = needs_tokens = False
 
     def __init__(self, backend, drafting, grammars):
         pass
@@ -87,7 +87,7 @@ class Runner:
         return lambda: StepResult(plan.step, [], [], 0, 1)
 
 class Backend(FakeExecutor):
-    runs_ahead = False
+    runs_ahead = needs_tokens = False
 
     def prefault(self):
         pass

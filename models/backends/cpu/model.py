@@ -33,6 +33,7 @@ from penstock.models.backends.cpu.weights import (
     stored_format,
     widened,
 )
+from penstock.models.backends.pipeline_parallel import ModelPart
 from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, EagleSpec
 from penstock.models.checkpoint.quantization.layout import QuantizedLinear
 from penstock.models.checkpoint.quantization.reader import QuantizationError
@@ -80,45 +81,58 @@ class CpuModel:
     weights: Memory
     weight_bytes: int
     error: QuantizationError
+    num_parameters: int
+    """Those of the whole model, whatever part of it this is."""
     parts: tuple[object, ...]
 
-    def program(self, pages: Memory) -> Program:
-        """Returns the program that runs the model's steps over KV pages."""
-        self.model.pages = pages.address
+    def program(self, pages: Memory, part: DecoderModel | None = None) -> Program:
+        """Returns the program that runs the model's steps over KV pages, or only a part of each step."""
+        model = part or self.model
+        model.pages = pages.address
         self.library.loaded()
-        return self.library.program(self.model)
+        return self.library.program(model)
 
 
-def kv_layouts(spec: ModelSpec, format: StorageFormat) -> list[tuple[KvLayout, int]]:
+def kv_layouts(spec: ModelSpec, format: StorageFormat, part: ModelPart) -> list[tuple[KvLayout, int]]:
     """Returns the layout of each layer's page, drawn in ``csrc/core/kernel_table.h``, and its offset from the page of
-    the first layer. A layer without keys of its own has the page of another one. All layers' pages of the same tokens
-    are adjacent, so that fresh memory is first used evenly over time, not for all layers at once."""
+    the part's first layer. A layer without keys of its own has the page of another one. All layers' pages of the same
+    tokens are adjacent, so that fresh memory is first used evenly over time, not for all layers at once."""
     scales = 2 * LANES * 4 if format is StorageFormat.INT8 else 0
-    specs = [spec.at(layer) for layer in range(spec.num_layers)]
-    heads = [2 * (-(-sizes.head_dim // LANES) * LANES) * LANES * ELEMENT_BYTES[format] + scales for sizes in specs]
-    offsets: list[int] = []
+    specs = {layer: spec.at(layer) for layer in part.layers}
+    heads = {
+        layer: 2 * (-(-sizes.head_dim // LANES) * LANES) * LANES * ELEMENT_BYTES[format] + scales
+        for layer, sizes in specs.items()
+    }
+    offsets: dict[int, int] = {}
     page_bytes = 0
-    for layer, sizes in enumerate(specs):
-        offsets.append(page_bytes if spec.has_kv(layer) else offsets[spec.kv_sources[layer]])
+    for layer, sizes in specs.items():
+        offsets[layer] = page_bytes if spec.has_kv(layer) else offsets[spec.kv_sources[layer]]
         page_bytes += sizes.num_kv_heads * heads[layer] if spec.has_kv(layer) else 0
     return [
-        (KvLayout(format, sizes.num_kv_heads, sizes.head_dim, head_bytes, page_bytes), offset)
-        for sizes, head_bytes, offset in zip(specs, heads, offsets, strict=True)
+        (KvLayout(format, sizes.num_kv_heads, sizes.head_dim, heads[layer], page_bytes), offsets[layer])
+        for layer, sizes in specs.items()
     ]
 
 
-def block_bytes(spec: ModelSpec, format: StorageFormat, block_size: int) -> int:
-    """Returns the size of a block of ``block_size`` tokens, a multiple of 16, in all layers."""
-    [(layout, _), *_] = kv_layouts(spec, format)
+def block_bytes(spec: ModelSpec, format: StorageFormat, block_size: int, part: ModelPart | None = None) -> int:
+    """Returns the size of a block of ``block_size`` tokens, a multiple of 16, in all layers of a part."""
+    (layout, _), *_ = kv_layouts(spec, format, part or ModelPart.whole(spec))
     return int(layout.page_bytes) * (block_size // LANES)
 
 
 def max_weight_bytes(
-    spec: ModelSpec, formats: StorageFormats, quantized: Mapping[str, QuantizedLinear], kernels: Kernels
+    spec: ModelSpec,
+    formats: StorageFormats,
+    quantized: Mapping[str, QuantizedLinear],
+    kernels: Kernels,
+    part: ModelPart | None = None,
 ) -> int:
-    """Returns the most that the packed weights need. They need little less: joining linears saves a panel at most."""
+    """Returns the most that the packed weights of a part need. They need little less: joining linears saves a panel at
+    most."""
     total = 0
     for name, shape in spec.tensors():
+        if part is not None and not part.has(name):
+            continue
         if len(shape) == 1:
             total += 4 * shape[0]
         elif name == LAYER_EMBEDDING or (name == EMBEDDING and not spec.tied_embeddings):
@@ -147,8 +161,11 @@ def load_model(
     max_bytes: int,
     num_logits: int,
     block_size: int,
+    part: ModelPart | None = None,
 ) -> CpuModel:
-    """Packs the weights into ``max_bytes``, the result of ``max_weight_bytes``. Raises ModelError and MemoryError."""
+    """Packs the weights of a part, by default of all, into ``max_bytes``, the result of ``max_weight_bytes``. Raises
+    ModelError and MemoryError."""
+    part = part or ModelPart.whole(spec)
     memory = library.memory(max_bytes)
     packer = Packer(library, kernels, tensors, formats.weights, memory.address, memory.address + memory.num_bytes)
     ropes = list(dict.fromkeys(spec.rotations))
@@ -158,43 +175,53 @@ def load_model(
             for rope, rotary_dim in ropes
         )
     )
-    hidden, vocab = spec.hidden_size, spec.vocab_size
-    # The largest matrices go first: while a matrix is packed, its file's pages count as this process's memory.
+    model = _without_weights(spec, formats, num_logits, block_size, part)
+    if part.has_ends:
+        # The largest matrices go first: while a matrix is packed, its file's pages count as this process's memory.
+        _add_ends(packer, spec, formats, model)
+    experts: list[object] = []
+    layouts, rotations = kv_layouts(spec, formats.kv, part), spec.rotations
+    layers = (DecoderLayer * len(part.layers))(
+        *(_layer(packer, spec.at(index), index, experts) for index in part.layers)
+    )
+    for layer, index, (layout, offset) in zip(layers, part.layers, layouts, strict=True):
+        layer.kv, layer.kv_offset = layout, offset
+        layer.rope = ropes.index(rotations[index])
+    model.kernels = ctypes.pointer(kernels)
+    model.num_ropes, model.ropes = len(ropes), ctypes.addressof(rope_array)
+    model.layers = ctypes.addressof(layers)
+    if isinstance(spec, EagleSpec):
+        model.fc = packer.linear([FC], [spec.hidden_size], spec.fc_columns, False)
+        layers[0].hidden_norm = Norm(packer.vector(HIDDEN_NORM, spec.hidden_size))
+    tensors.done()
+    used = packer.address - memory.address
+    return CpuModel(
+        model, library, memory, used, packer.error, spec.num_parameters, (layers, rope_array, experts, packer.kept)
+    )
+
+
+def _add_ends(packer: Packer, spec: ModelSpec, formats: StorageFormats, model: DecoderModel) -> None:
+    """Packs what comes before the layers and after them."""
+    hidden, wide = spec.hidden_size, formats.table is StorageFormat.F32
     name = EMBEDDING if spec.tied_embeddings else HEAD
     head = packer.linear([name.removesuffix(".weight")], [spec.head_rows], hidden, spec.head_bias, format=formats.head)
-    wide = formats.table is StorageFormat.F32
-    table = packer.table(EMBEDDING, (vocab, hidden), wide) if spec.has_table else None
-    positions = spec.position_table
-    position_table = packer.table(POSITIONS, (positions.num_rows, hidden), True) if positions else None
-    model = _without_weights(spec, formats, num_logits, block_size)
+    if spec.has_table:
+        model.embedding = packer.table(EMBEDDING, (spec.vocab_size, hidden), wide)
+    if (positions := spec.position_table) is not None:
+        model.position_table = packer.table(POSITIONS, (positions.num_rows, hidden), True)
+        model.position_offset = positions.offset
     if spec.layer_inputs is not None:
         columns, size = spec.num_layers * spec.layer_inputs.size, spec.layer_inputs.size
         model.input_embedding = packer.table(LAYER_EMBEDDING, (spec.layer_inputs.vocab_size, columns), wide)
         model.input_linear = packer.linear([LAYER_PROJECTION], [columns], hidden, False)
         model.input_linear_norm = Norm(packer.vector("model.per_layer_projection_norm.weight", size, spec.norm_offset))
-    experts: list[object] = []
-    layouts, rotations = kv_layouts(spec, formats.kv), spec.rotations
-    layers = (DecoderLayer * spec.num_layers)(
-        *(_layer(packer, spec.at(index), index, experts) for index in range(spec.num_layers))
-    )
-    for index, (layout, offset) in enumerate(layouts):
-        layers[index].kv, layers[index].kv_offset = layout, offset
-        layers[index].rope = ropes.index(rotations[index])
-    model.kernels = ctypes.pointer(kernels)
-    model.num_ropes, model.ropes = len(ropes), ctypes.addressof(rope_array)
-    model.position_table, model.position_offset = position_table, positions.offset if positions else 0
-    model.embedding, model.packed_embedding, model.head = table, head.parts[0], head
+    model.packed_embedding, model.head = head.parts[0], head
     model.norm = _norm(packer, spec, "model.norm")
-    model.layers = ctypes.addressof(layers)
-    if isinstance(spec, EagleSpec):
-        model.fc = packer.linear([FC], [hidden], spec.fc_columns, False)
-        layers[0].hidden_norm = Norm(packer.vector(HIDDEN_NORM, hidden))
-    tensors.done()
-    used = packer.address - memory.address
-    return CpuModel(model, library, memory, used, packer.error, (layers, rope_array, experts, packer.kept))
 
 
-def _without_weights(spec: ModelSpec, formats: StorageFormats, num_logits: int, block_size: int) -> DecoderModel:
+def _without_weights(
+    spec: ModelSpec, formats: StorageFormats, num_logits: int, block_size: int, part: ModelPart
+) -> DecoderModel:
     """Returns a model's sizes and constants, without an address of a weight."""
     inputs = spec.layer_inputs
     return DecoderModel(
@@ -203,7 +230,7 @@ def _without_weights(spec: ModelSpec, formats: StorageFormats, num_logits: int, 
         num_logits=num_logits,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
-        num_layers=spec.num_layers,
+        num_layers=len(part.layers),
         num_heads=spec.num_heads,
         qk_norm=QK_NORMS[spec.qk_norm],
         qk_norm_is_last=spec.qk_norm_is_last,
@@ -228,7 +255,7 @@ def _without_weights(spec: ModelSpec, formats: StorageFormats, num_logits: int, 
         logit_scale=spec.logit_scale,
         logit_soft_cap=spec.logit_soft_cap or 0.0,
         embedding_format=formats.table,
-        page_bytes=kv_layouts(spec, formats.kv)[0][0].page_bytes,
+        page_bytes=kv_layouts(spec, formats.kv, part)[0][0].page_bytes,
     )
 
 

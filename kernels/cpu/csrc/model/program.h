@@ -105,7 +105,8 @@ struct DecoderModel {
   PackedLinear input_linear;
   Norm input_linear_norm;  // (input_size,)
   PackedLinear fc;           // for a draft head: from features to x; else no parts
-  PackedLinear head;         // only the first num_logits rows are multiplied, of a tied embedding that may have more
+  // Only the first num_logits rows are multiplied, of a tied embedding that may have more. No parts: it is elsewhere.
+  PackedLinear head;
   Norm norm;
   const DecoderLayer* layers;
   const Rope* ropes;
@@ -148,10 +149,11 @@ struct Step {
   int32_t num_features;
   const int32_t* feature_layers;  // (num_features,)
   float* features;                // (T, num_features, hidden_size)
-  // For a draft head: the input of its layer, in place of the embeddings. One of these two is set.
+  // The input of the first layer, in place of the embeddings. For a draft head, one of these two is set; other models
+  // have `hidden` if the layers before are computed elsewhere, and their `hidden_out` is the input of the layers after.
   const float* features_in;  // (T, num_features * hidden_size): features of the target model
-  const float* hidden;       // (T, hidden_size): the output of the previous step
-  float* hidden_out;         // (num_sampled, hidden_size): x after the layer; or null
+  const float* hidden;       // (T, hidden_size): the output of the previous step, or of the layers before
+  float* hidden_out;         // (num_sampled, hidden_size): x after the last layer; or null
 
   int num_logits_wanted() const { return num_sampled + num_scored; }
   int num_wanted() const { return num_logits_wanted() + num_pooled; }

@@ -69,9 +69,13 @@ void StepRun::begin() {
   lay_out();
   find_pages();
   find_angles();
-  embed(model_.fc.num_parts ? embeddings_ : x_);
-  if (model_.position_table) add_positions(x_);
-  if (model_.fc.num_parts) take_hidden();
+  if (step_.hidden && !model_.fc.num_parts) {
+    copy_rows(step_.hidden, step_.num_tokens, x_, model_.hidden_size);
+  } else {
+    embed(model_.fc.num_parts ? embeddings_ : x_);
+    if (model_.position_table) add_positions(x_);
+    if (model_.fc.num_parts) take_hidden();
+  }
   if (model_.input_size) find_layer_inputs();
   spent_on(STAGE_EMBED);
   for (int i = 0; i < model_.num_layers; i++) {
@@ -85,14 +89,14 @@ void StepRun::begin() {
   }
   if (step_.num_vectors > 0) pool();
   if (step_.hidden_out) copy_rows(x_, step_.num_sampled, step_.hidden_out, model_.hidden_size);
-  if (step_.num_logits_wanted() == 0) return;
+  if (num_logits() == 0) return;
   lay_out_head();
   multiply_head(0);
 }
 
 void StepRun::finish() {
   clock_gettime(CLOCK_MONOTONIC, &clock_);
-  for (int begin = 0; begin < step_.num_logits_wanted(); begin += HEAD_ROWS) {
+  for (int begin = 0; begin < num_logits(); begin += HEAD_ROWS) {
     if (begin > 0) multiply_head(begin);
     score(begin);
   }

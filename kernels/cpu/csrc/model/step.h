@@ -111,6 +111,9 @@ class StepRun {
     });
   }
 
+  // The rows of logits: none in a stage without the head.
+  int num_logits() const { return model_.head.num_parts ? step_.num_logits_wanted() : 0; }
+
   // Adds the time since the last call to a stage.
   void spent_on(Stage stage);
 

@@ -1,0 +1,250 @@
+"""The connections between the first stage of a pipeline and the others: sockets, frames, and who may connect.
+
+Each later stage connects to the first one. On one host they meet at a socket in a directory that only the service's
+user can enter. Between hosts they meet at a TCP port, and a stage must show a secret that both have from the service.
+Nothing is unpickled: each kind of frame has one declared type, and arrays of numbers after it.
+"""
+
+import hmac
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.models.backends.pipeline_parallel import StageSpeed
+from penstock.models.backends.tensor_parallel import PeerLost
+from penstock.scheduler.worker_config import WorkerConfig
+
+MAX_BODY_BYTES = 1 << 16
+MAX_DATA_BYTES = 1 << 34
+"""The limits of a frame. The largest batch of the widest models has less than a tenth of the second."""
+HELLO_S = 5.0
+"""How long a connection may take to show that it is a stage."""
+RETRY_S = 0.05
+CONNECT_S = 60.0
+"""How long a stage tries to reach the first one, which may still start."""
+
+_HEADER = struct.Struct("<IIQ")
+"""The kind, the length of the body, and the length of the arrays."""
+
+Bytes = NDArray[np.uint8]
+
+
+class StageHello(msgspec.Struct, array_like=True):
+    """Says which stage connects."""
+
+    stage: int
+    secret: bytes
+
+
+class StageLayers(msgspec.Struct, array_like=True):
+    """The numbers of layers of all stages; none if the stage shall measure its speed first."""
+
+    layers: tuple[int, ...]
+
+
+class StageBlocks(msgspec.Struct, array_like=True):
+    """A number of KV blocks: as many as a stage has room for, or as many as each shall have."""
+
+    num_blocks: int
+
+
+class StageBatch(msgspec.Struct, array_like=True):
+    """A batch on its way. The arrays are starts (rows), ends (rows), token starts (rows + 1), block tables (rows,
+    ``table_width``) and the tokens whose hidden states the head needs (``num_wanted``), in int64, then the hidden
+    states of all tokens in float32."""
+
+    num_tokens: int
+    num_rows: int
+    num_wanted: int
+    table_width: int
+    computed_us: int = 0
+    """How long the stage that sends it has computed."""
+
+
+class StageResult(msgspec.Struct, array_like=True):
+    """The hidden states of the tokens that the head needs, in float32."""
+
+    computed_us: int
+    """How long the stage computed."""
+
+
+class StageFrame(IntEnum):
+    """The content of a frame, and its direction."""
+
+    HELLO = 1
+    """To the first stage, first: StageHello."""
+    LAYERS = 2
+    """From the first stage: StageLayers."""
+    SPEED = 3
+    """To the first stage: StageSpeed."""
+    ROOM = 4
+    """To the first stage, once the weights are loaded: StageBlocks."""
+    BLOCKS = 5
+    """From the first stage: StageBlocks."""
+    READY = 6
+    """To the first stage: null."""
+    BATCH = 7
+    """To a stage: StageBatch. From one that is not the last: the same for the next stage."""
+    RESULT = 8
+    """From the last stage: StageResult."""
+
+
+_DECODERS: dict[StageFrame, "msgspec.msgpack.Decoder[Any]"] = {
+    StageFrame.HELLO: msgspec.msgpack.Decoder(StageHello),
+    StageFrame.LAYERS: msgspec.msgpack.Decoder(StageLayers),
+    StageFrame.SPEED: msgspec.msgpack.Decoder(StageSpeed),
+    StageFrame.ROOM: msgspec.msgpack.Decoder(StageBlocks),
+    StageFrame.BLOCKS: msgspec.msgpack.Decoder(StageBlocks),
+    StageFrame.READY: msgspec.msgpack.Decoder(None),
+    StageFrame.BATCH: msgspec.msgpack.Decoder(StageBatch),
+    StageFrame.RESULT: msgspec.msgpack.Decoder(StageResult),
+}
+
+
+class StageLink:
+    """A connection to another stage. One thread may send while another receives. Raises PeerLost."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        """``name`` names the other stage in errors."""
+        self._connection = connection
+        self._name = name
+
+    def send(self, kind: StageFrame, body: object, arrays: Sequence[NDArray[Any]] = ()) -> None:
+        """Sends a frame; waits until the network has accepted it."""
+        encoded = msgspec.msgpack.encode(body)
+        parts = [memoryview(array).cast("B") for array in arrays if array.size]
+        header = _HEADER.pack(kind, len(encoded), sum(part.nbytes for part in parts))
+        waiting = [memoryview(header + encoded), *parts]
+        try:
+            while waiting:
+                sent = self._connection.sendmsg(waiting)
+                while waiting and sent >= waiting[0].nbytes:
+                    sent -= waiting.pop(0).nbytes
+                if sent:
+                    waiting[0] = waiting[0][sent:]
+        except OSError as error:
+            raise PeerLost(f"{self._name}: {error}") from error
+
+    def receive(self, *wanted: StageFrame) -> tuple[Any, Bytes]:
+        """Waits for a frame of one of these kinds. Returns its body and its arrays, as bytes."""
+        number, body_bytes, data_bytes = _HEADER.unpack(self._read(_HEADER.size))
+        if number not in wanted or body_bytes > MAX_BODY_BYTES or data_bytes > MAX_DATA_BYTES:
+            raise PeerLost(f"{self._name}: it sent a frame of kind {number} with {body_bytes} and {data_bytes} bytes")
+        try:
+            body = _DECODERS[StageFrame(number)].decode(self._read(body_bytes))
+        except msgspec.MsgspecError as error:
+            raise PeerLost(f"{self._name}: its frame cannot be decoded: {error}") from error
+        return body, self._read(data_bytes)
+
+    def close(self) -> None:
+        """Ends the connection; a thread that receives gets PeerLost."""
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has ended already
+        self._connection.close()
+
+    def _read(self, num_bytes: int) -> Bytes:
+        read: Bytes = np.empty(num_bytes, dtype=np.uint8)
+        left = memoryview(read)
+        try:
+            while left.nbytes:
+                count = self._connection.recv_into(left)
+                if not count:
+                    raise PeerLost(f"{self._name}: it has closed its connection")
+                left = left[count:]
+        except OSError as error:
+            raise PeerLost(f"{self._name}: {error}") from error
+        return read
+
+
+def listen(config: WorkerConfig) -> socket.socket:
+    """Opens the socket at which the first stage of a pipeline accepts the others. Raises OSError."""
+    meeting = config.meeting
+    if meeting.directory:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(_path(config))
+    else:
+        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    listener.listen(config.pipeline_parallel_size)
+    return listener
+
+
+def accept_stages(config: WorkerConfig, listener: socket.socket) -> list[StageLink]:
+    """Waits until every later stage has connected; returns the links in the order of the stages. Connections that are
+    none of them end. Closes the listener."""
+    found: dict[int, StageLink] = {}
+    with listener:
+        while len(found) < config.pipeline_parallel_size - 1:
+            connection, _ = listener.accept()
+            link = _greeted(config, connection, found)
+            if link is None:
+                connection.close()
+    return [link for _, link in sorted(found.items())]
+
+
+def _greeted(config: WorkerConfig, connection: socket.socket, found: dict[int, StageLink]) -> StageLink | None:
+    """Adds a connection to the links if it is a stage that is missing."""
+    connection.settimeout(HELLO_S)
+    link = StageLink(connection, "a connection")
+    try:
+        hello, _ = link.receive(StageFrame.HELLO)
+    except PeerLost:
+        return None
+    is_known = hmac.compare_digest(hello.secret, config.meeting.secret)
+    if not is_known or hello.stage in found or not 0 < hello.stage < config.pipeline_parallel_size:
+        return None
+    connection.settimeout(None)
+    found[hello.stage] = StageLink(_tuned(connection), f"stage {hello.stage}")
+    return found[hello.stage]
+
+
+def connect(config: WorkerConfig) -> StageLink:
+    """Connects a later stage to the first one. Raises PeerLost."""
+    give_up_at = time.monotonic() + CONNECT_S
+    while True:
+        try:
+            connection = _connected(config)
+            break
+        except OSError as error:
+            # The first stage listens soon; a host that cannot be reached is worth another try as well.
+            if time.monotonic() > give_up_at:
+                raise PeerLost(f"the first stage cannot be reached: {error}") from error
+            time.sleep(RETRY_S)
+    link = StageLink(_tuned(connection), "the first stage")
+    link.send(StageFrame.HELLO, StageHello(config.pipeline_parallel_rank, config.meeting.secret))
+    return link
+
+
+def _connected(config: WorkerConfig) -> socket.socket:
+    if not config.meeting.directory:
+        connection = socket.create_connection((config.meeting.host, config.meeting.stage_port), timeout=HELLO_S)
+        connection.settimeout(None)
+        return connection
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(_path(config))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _path(config: WorkerConfig) -> str:
+    """Returns the path of the socket of a pipeline; each part of the matrices has a pipeline of its own."""
+    return os.path.join(config.meeting.directory, f"stages-{config.tensor_parallel_rank}")
+
+
+def _tuned(connection: socket.socket) -> socket.socket:
+    """Makes a TCP connection send at once."""
+    if connection.family != socket.AF_UNIX:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
