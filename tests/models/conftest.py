@@ -14,7 +14,7 @@ import transformers
 from engines import Eager, EngineUnderTest, InProcessExecutor
 
 from penstock.kernels.reference import fused as reference_cuda
-from penstock.models.backends.cpu.backend import kv_format
+from penstock.models.backends.cpu.loading import kv_format
 from penstock.models.backends.cpu.model import block_bytes
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.executor import spawn

@@ -50,6 +50,7 @@ class World:
         """What each row adds."""
         self._new_worker()
         self.scheduler = Scheduler(self.facts, self.config, clock=lambda: self.now)
+        self.max_plans = config.max_plans_in_flight + self.facts.pipeline_parallel_size - 1
 
     def _new_worker(self) -> None:
         slots = CheckedSlots(self.facts.num_blocks, BLOCK_SIZE, self.facts.num_host_blocks)
@@ -221,7 +222,7 @@ class World:
         plan = self.scheduler.schedule()
         if plan is None:
             return False
-        assert len(self.plans) < self.config.max_plans_in_flight
+        assert len(self.plans) < self.max_plans
         rows = self.scheduler._planner.rows
         for row in [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]:
             assert rows.current(row).state is not SequenceStatus.ENDED, "a step for a row that ended"

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from penstock.kernels.cpu.bindings import LANES, SampledToken, SamplingRow, address, find_kernels
 from penstock.kernels.cpu.program import Library, Memory, Step
 from penstock.models.backends.base import Backend
-from penstock.models.backends.cpu.backend import DTYPES, SMALL_STEP, CpuBackend
+from penstock.models.backends.cpu.backend import CpuBackend
+from penstock.models.backends.cpu.loading import DTYPES, SMALL_STEP
 from penstock.models.backends.cpu.model import CpuModel, StorageFormats, block_bytes, load_model, max_weight_bytes
 from penstock.models.backends.cpu.weights import FileTensors
 from penstock.models.backends.memory import allocated, check_weights_fit

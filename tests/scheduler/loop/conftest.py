@@ -44,7 +44,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(number=NUMBERS)
     def begin(self, number):
         *limits, num_host_blocks = random_config(number)
-        self.world = self.new_world(*limits, num_host_blocks=num_host_blocks)
+        stages = ((), (), (1, 1), (1, 1, 1))[number % 4]
+        self.world = self.new_world(*limits, num_host_blocks=num_host_blocks, stage_layers=stages)
         self.world.row_us = (0, 200_000)[number % 2]
         self.is_whole = True
 
@@ -79,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def turns(self, count):
         for _ in range(count):
             self.do(self.world.schedule)
-            if len(self.world.plans) == self.world.config.max_plans_in_flight:
+            if len(self.world.plans) == self.world.max_plans:
                 self.do(self.world.answer)
 
     @rule(number=NUMBERS)
