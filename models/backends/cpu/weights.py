@@ -2,6 +2,7 @@
 place, without a copy in between. Uses numpy and the library, no torch."""
 
 import ctypes
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -70,10 +71,8 @@ class FileTensors:
 
 
 class DummyTensors:
-    """Random weights for benchmarks, the same every time: normal matrices, norms of one, and zeros elsewhere."""
-
-    def __init__(self) -> None:
-        self._generator = np.random.Generator(np.random.SFC64(0))
+    """Random weights for benchmarks, the same every time and in every stage: normal matrices, norms of one, and zeros
+    elsewhere."""
 
     def quantized(self, name: str) -> QuantizedMatrix | None:
         return None
@@ -81,7 +80,8 @@ class DummyTensors:
     def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
         ones = name.endswith(ONES)
         if len(shape) == 2 and not ones:
-            drawn = self._generator.standard_normal(shape, dtype=np.float32)
+            generator = np.random.Generator(np.random.SFC64(zlib.crc32(name.encode())))
+            drawn = generator.standard_normal(shape, dtype=np.float32)
             drawn *= np.float32(0.02)
             return Rows(drawn, ElementType.F32)
         return Rows(np.full((1, *shape)[-2:], 1.0 if ones else 0.0, dtype=np.float32), ElementType.F32)
