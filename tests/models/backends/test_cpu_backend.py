@@ -15,6 +15,7 @@ import pytest
 from penstock.kernels.cpu.bindings import LibraryMissing, load_library
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.cpu import backend as cpu_backend
+from penstock.models.backends.cpu import loading as cpu_loading
 from penstock.models.errors import ModelError
 from penstock.models.executor import spawn
 from penstock.models.executor.process import WorkerProcess
@@ -215,8 +216,8 @@ async def test_a_worker_imports_no_tensor_library_and_can_be_silent(odd, worker_
 @pytest.mark.parametrize(("instruction_set", "integers"), [("avx512_vnni", 192), ("avx2", 96)])
 def test_steps_have_more_tokens_where_integers_are_multiplied_faster(instruction_set, integers):
     spec: Any = SimpleNamespace(num_parameters=400_000_000, vocab_size=0, hidden_size=0, layer_inputs=None)
-    assert cpu_backend._default_budget(spec, instruction_set, 2, has_integers=False) == 96
-    assert cpu_backend._default_budget(spec, instruction_set, 2, has_integers=True) == integers
+    assert cpu_loading._default_budget(spec, instruction_set, 2, has_integers=False) == 96
+    assert cpu_loading._default_budget(spec, instruction_set, 2, has_integers=True) == integers
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

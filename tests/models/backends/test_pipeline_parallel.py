@@ -6,6 +6,7 @@ import signal
 import msgspec
 import psutil
 import pytest
+from grammar_world import DEMO, EOS, KINDS, VOCAB_SIZE
 from waiting import until
 
 from penstock.models.backends.base import load_backend
@@ -22,6 +23,7 @@ from penstock.models.executor.group import WorkerGroup, new_executor
 from penstock.models.executor.process import WorkerProcess
 from penstock.models.worker.speculation import check_speculation
 from penstock.scheduler.engine_stats import EngineState
+from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import Pooling, SamplingParams
 from penstock.scheduler.request import EngineFinishReason
 from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
@@ -72,6 +74,27 @@ async def test_stages_give_the_bits_of_one_process(
         assert ours == expected
 
 
+async def test_grammars_hold_in_stages(worker_config, in_process, start_engine):
+    config = {
+        "backend": "cpu", "num_blocks": 512, "tokenizer": str(DEMO), "tokenizer_vocab_size": VOCAB_SIZE,
+        "eos_token_ids": EOS, "special_tokens": (), "max_model_len": 512,
+    }  # fmt: skip
+    sampling = SamplingParams(temperature=1.0, seed=5, stop_token_ids=EOS)
+    outputs = []
+    for executor in (
+        in_process(DEMO, **config),
+        new_executor(worker_config(DEMO, **config, pipeline_parallel_size=2, stage_layers=(3, 3))),
+    ):
+        engine = await start_engine(executor)
+        answers = [
+            engine.submit([7, 100 + number, 30], sampling, 40, grammar=grammar, max_drafts=4)
+            for number, grammar in enumerate(KINDS.values())
+        ]
+        await engine.finish(answers)
+        outputs.append([answer.token_ids for answer in answers])
+    assert outputs[0] == outputs[1]
+
+
 async def test_a_stage_is_killed_amid_streams(tiny_model, worker_config, in_process, start_engine, prompts, caplog):
     path = tiny_model("llama").path
     greedy = SamplingParams(temperature=0.0)
@@ -99,7 +122,7 @@ async def test_a_stage_that_cannot_load_names_the_cause(tiny_model, worker_confi
     config = worker_config(tiny_model("llama").path, backend="cpu", pipeline_parallel_size=2, stage_layers=(1, 2))
     group = WorkerGroup(config)
     group._workers[1] = WorkerProcess(msgspec.structs.replace(group._workers[1]._config, max_memory_bytes=1))
-    with pytest.raises(Exception, match="its weights need .* and cpu has 0.00 MiB free"):
+    with pytest.raises(ExecutorError, match=r"its weights need .* and cpu has 0.00 MiB free"):
         await group.start()
 
 
