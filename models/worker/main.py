@@ -24,6 +24,7 @@ from penstock.models.errors import ModelError
 from penstock.models.executor.child_process import WORKER, prepare_child
 from penstock.models.executor.log_format import set_up_logging
 from penstock.models.executor.wire import Channel, FrameKind, WireError
+from penstock.models.worker.meeting import open_meeting
 from penstock.models.worker.runner import Runner
 from penstock.models.worker.speculation import check_speculation, make_controller
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult
@@ -69,7 +70,7 @@ def serve(channel: Channel) -> int:
     set_up_logging(config.log_format, config.log_level, holds_texts=False)
     try:
         with _alive(channel):
-            config = check_speculation(config)
+            config = open_meeting(check_speculation(config), channel)
             grammars = None
             if config.tokenizer is not None:  # other workers do not need the grammar library
                 from penstock.models.structured_output.manager import grammars_of
