@@ -140,4 +140,3 @@ def _write_token(token: str) -> Path:
     with os.fdopen(descriptor, "wb") as file:
         file.write(bytes.fromhex(token))
     return Path(name)
-

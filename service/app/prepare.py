@@ -49,6 +49,7 @@ from penstock.service.config.sampling_defaults import SamplingDefaults, read_sam
 from penstock.service.config.serve_config import ServeConfig
 from penstock.service.hosts.credentials import JoinCredentials
 from penstock.service.hosts.leader import new_leader
+from penstock.service.hosts.ray_agents import RayAgents, with_own_address
 from penstock.service.rpc.foreign.contracts import ModelFiles
 from penstock.service.text.conversion.placing import place_tokenizer
 from penstock.service.text.tokenizer import Tokenizer
@@ -81,17 +82,24 @@ class Prepared:
     """What must exist as long as the service; its owner closes it."""
     leader: Leader | None = None
     """Accepts the other hosts; None: there are none."""
+    ray_agents: RayAgents | None = None
+    """Starts the workers there by Ray; None: the operator does."""
 
 
 def prepare(config: ServeConfig) -> Prepared:
     """Checks ports, model and files, the fastest checks first. Raises ListenError, HttpFailed, FileError, ModelError
     and TokenizerError."""
+    uses_ray = config.nnodes > 1 and config.distributed_executor_backend == "ray"
+    if uses_ray:
+        config = with_own_address(config)
     credentials = None if config.nnodes == 1 else JoinCredentials.load(config)
     with ExitStack() as resources:
         prepared = _prepare(config, resources)
     if credentials is None:
         return prepared
-    return dataclasses.replace(prepared, leader=new_leader(config, credentials, prepared.server.checkpoint))
+    leader = new_leader(config, credentials, prepared.server.checkpoint)
+    agents = RayAgents(config, prepared.worker, credentials.token) if uses_ray else None
+    return dataclasses.replace(prepared, leader=leader, ray_agents=agents)
 
 
 def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:

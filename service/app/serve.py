@@ -143,12 +143,16 @@ class _Life:
             loop.add_signal_handler(signal.SIGHUP, self._server.file_watch.check_now)
         if lifeline is not None:
             loop.add_reader(lifeline, self._on_lifeline, lifeline)
-        leader = self._prepared.leader
+        leader, agents = self._prepared.leader, self._prepared.ray_agents
         try:
             if leader is not None:
                 _report(self._config, logging.INFO, await open_leader(leader, self._config))
+                if agents is not None:
+                    agents.start(leader.port, self._on_agents_end)
             has_served = await self._server.run(self._on_start)
         finally:
+            if agents is not None:
+                await agents.stop()
             if leader is not None:
                 await leader.close()
         return int(self._has_failed) if has_served else 128 + self._server.stop_signal
@@ -189,6 +193,11 @@ class _Life:
         asyncio.get_running_loop().remove_reader(lifeline)
         self._server.request_stop(signal.SIGTERM)
         self._server.request_stop(signal.SIGTERM)  # the second one ends the grace period
+
+    def _on_agents_end(self, why: str) -> None:
+        self._has_failed = True
+        _log.error("%s; the service ends", why)
+        self._server.request_stop()
 
     def _on_state(self, state: EngineState) -> None:
         if state is EngineState.FAILED:

@@ -1,6 +1,7 @@
 """What the hosts show each other when they join: a token, certificates, or both."""
 
 import logging
+import secrets
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ class JoinCredentials:
             is_leader=config.node_rank == 0,
         )  # fmt: skip
         is_open = found.token is None and found.tls is None
+        if is_open and config.distributed_executor_backend == "ray":
+            return cls(secrets.token_hex(MIN_TOKEN_BYTES).encode(), None)  # which only this service's workers get
         if config.node_rank == 0 and is_open and not resolves_to_loopback(config.master_addr):
             raise ListenError(
                 f"--master-addr {config.master_addr}: anyone who can reach this address could join and read all "

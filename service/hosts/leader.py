@@ -73,4 +73,6 @@ async def open_leader(leader: Leader, config: ServeConfig) -> str:
     if config.join_tls_ca is not None:
         command += ["--join-tls-ca", "FILE", "--join-tls-cert", "FILE", "--join-tls-key", "FILE"]
     others = "the other host" if config.nnodes == 2 else f"each of the {config.nnodes - 1} other hosts"
+    if config.distributed_executor_backend == "ray":
+        return f"waits for other hosts on {address.with_port(leader.port)}; Ray starts penstock worker on {others}"
     return f"waits for other hosts on {address.with_port(leader.port)}; on {others} run: {shlex.join(command)}"
