@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from penstock.models.executor import spawn
@@ -97,6 +98,19 @@ def agent_process(port: int, silence_s: float) -> Iterator["subprocess.Popen[byt
     code = f"import sys; sys.path += {paths!r}\n{AGENT}"
     command = [sys.executable, "-P", "-c", code, str(port), str(silence_s), spawn.WORKER]
     with subprocess.Popen(command) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextmanager
+def worker_command(leader: str, token: Path, log: Path, *flags: str, prefix: tuple[str, ...] = ()) -> Iterator[Any]:
+    """``penstock worker`` as a process that joins ``leader`` and logs to a file; ``prefix`` is a command that runs
+    it."""
+    penstock = Path(sys.executable).with_name("penstock")
+    command = [*prefix, str(penstock), "worker", "--join", leader, "--join-token-file", str(token), *flags]
+    with log.open("ab") as file, subprocess.Popen(command, stderr=file) as process:
         try:
             yield process
         finally:

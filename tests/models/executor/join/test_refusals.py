@@ -31,11 +31,11 @@ class OtherConfig(FilesAlike):
 
 BOTH_TOKENS = "give --join-token-file to both or to neither"
 CASES = {
-    "another token": ({}, {"token": b"x" * 32}, None, "wrong token: --join-token-file must have the same content on bo"),
+    "another token": ({}, {"token": b"x" * 32}, None, "wrong token: --join-token-file must have the same content on"),
     "no token": ({}, {"token": None}, None, f"the agent has no token, and the leader has one: {BOTH_TOKENS}"),
     "a token too many": ({"token": None}, {}, None, f"the agent has a token, and the leader has none: {BOTH_TOKENS}"),
-    "another version": ({}, {"version": "9.9"}, None, "other version: the agent has penstock 9.9, and the leader 1.2.3"),
-    "other weights": ({}, {}, OtherWeights(), "other weights: the model's weights on the agent's host and on the leade"),
+    "another version": ({}, {"version": "9.9"}, None, "other version: the agent has penstock 9.9, and the leader"),
+    "other weights": ({}, {}, OtherWeights(), "other weights: the model's weights on the agent's host and on the"),
     "another tokenizer": ({}, {}, OtherTokenizer(), "other weights: the model's weights and tokenizer on the agent's"),
     "another model": ({}, {}, OtherConfig(), "other weights: the model's config.json on the agent's host and on the"),
     "another configuration": (
