@@ -133,6 +133,11 @@ class HostAgent:
                 link.drop("it did not welcome this agent")
                 if isinstance(error.__cause__, ssl.SSLError):
                     raise self._no_tls(error.__cause__) from error
+                if (
+                    settings.tls is not None
+                ):  # in TLS 1.3, the leader checks this host's certificate after the handshake
+                    hint = "perhaps it refuses the certificate of --join-tls-cert; its log has the reason"
+                    raise LinkLost(f"it ended the TLS connection before it answered: {hint}") from error
                 raise
             except BaseException:
                 link.drop("it did not welcome this agent")

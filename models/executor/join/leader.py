@@ -147,7 +147,8 @@ class Leader:
         except LinkLost as error:
             self._note_refusal(host, str(error))
         except OSError as error:
-            self._note_refusal(host, f"no connection: {tls_problem(error)}")
+            kind = "connection" if self._settings.tls is None else "TLS connection"
+            self._note_refusal(host, f"no {kind}: {tls_problem(error)}")
         finally:
             if link is not None:
                 link.drop("this connection is over")

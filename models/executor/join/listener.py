@@ -121,6 +121,8 @@ def tls_problem(error: OSError) -> str:
         return error.verify_message or "the certificate cannot be verified"
     if isinstance(error, ssl.SSLError) and error.reason:
         return error.reason.lower().replace("_", " ")
+    if isinstance(error, ConnectionError):
+        return "the other side ended it; its log has the reason"
     return error.strerror or str(error) or type(error).__name__
 
 

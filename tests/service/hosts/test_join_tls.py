@@ -1,5 +1,7 @@
 """Hosts that join with certificates of the cluster's own authority."""
 
+import ssl
+
 import pytest
 from hosts.agents import joining, leading, new_agent
 from waiting import until
@@ -36,13 +38,27 @@ async def test_a_token_and_certificates_go_together(contexts, caplog):
         await until(lambda: "127.0.0.1: wrong token" in caplog.text)
 
 
-async def test_a_strangers_certificate_is_named_on_both_sides(contexts, caplog):
+async def test_a_leader_with_a_strangers_certificate_is_named_on_both_sides(contexts, caplog):
     ours, _, _, strangers = contexts
     async with leading(tls=ours) as leader:
-        with pytest.raises(JoinRefused, match=r"no TLS connection: .*(certificate|issuer)"):
+        with pytest.raises(
+            JoinRefused, match=r"no TLS connection: self.signed certificate in certificate chain; check"
+        ):
             await new_agent(leader.port, tls=strangers).run()
-        await until(lambda: "refused a host" in caplog.text)
-        assert "127.0.0.1: no connection: " in caplog.text
+        await until(lambda: "127.0.0.1: no TLS connection: the other side ended it; its log has" in caplog.text)
+
+
+@pytest.mark.parametrize("shown", ["theirs", None])
+async def test_an_agent_without_our_certificate_is_named_on_both_sides(contexts, tmp_path, caplog, shown):
+    ours, *_ = contexts
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    tls.load_verify_locations(tmp_path / "ours.ca")
+    if shown is not None:
+        tls.load_cert_chain(tmp_path / f"{shown}.crt", tmp_path / f"{shown}.key")
+    why = "unable to get local issuer certificate" if shown else "peer did not return a certificate"
+    async with leading(tls=ours) as leader, joining(new_agent(leader.port, tls=tls)):
+        await until(lambda: f"127.0.0.1: no TLS connection: {why}" in caplog.text)
+        await until(lambda: "perhaps it refuses the certificate of --join-tls-cert; its log has the" in caplog.text)
 
 
 async def test_a_certificate_with_another_name_is_refused(contexts):
