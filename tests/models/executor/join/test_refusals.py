@@ -78,9 +78,9 @@ async def test_what_may_change_is_tried_again(caplog):
         async with joining(new_agent(leader.port)), joining(new_agent(leader.port, node_rank=1)):
             await until(lambda: "refused: no free rank: all 2 hosts have joined; trying again" in caplog.text)
             await until(lambda: "refused: --node-rank 1 is taken by 127.0.0.1; trying again" in caplog.text)
+            [node], identity = leader.nodes, leader.nodes[0].identity
             first.cancel()
-            await until(lambda: not leader.nodes[0].is_ready or leader.nodes[0].identity)
-            await leader.gather()  # one of the two has the place now
+            await until(lambda: node.is_ready and node.identity != identity)  # one of the two has the place now
 
 
 async def test_an_address_that_is_not_allowed_is_named_on_both_sides(caplog):

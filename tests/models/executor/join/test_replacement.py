@@ -19,7 +19,7 @@ from penstock.scheduler.plan import StepPlan
 from penstock.scheduler.worker_config import WorkerConfig
 
 PLAN = StepPlan(0, [], [], [], [], [])
-SILENCE_S = 1.5
+SILENCE_S = 2.5
 
 
 class Hosts:

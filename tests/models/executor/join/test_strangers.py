@@ -6,7 +6,7 @@ import pytest
 from hosts.agents import joining, leading, new_agent
 from waiting import until
 
-from penstock.models.executor.join import leader as leader_module
+from penstock.models.executor.join import leader as leader_module, link as link_module
 from penstock.models.executor.join.link import MAX_UNPROVEN_BYTES, PREAMBLE
 from penstock.models.executor.join.listener import MAX_STRANGERS
 from penstock.models.executor.join_messages import AgentHello, JoinProof
@@ -49,6 +49,7 @@ MALFORMED = {
 @pytest.mark.parametrize("case", MALFORMED)
 async def test_malformed_bytes_end_only_their_connection(case, caplog, monkeypatch):
     monkeypatch.setattr(leader_module, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(link_module, "LINGER_S", 0.1)
     async with leading() as leader, joining(new_agent(leader.port)):
         await leader.gather()
         await said_to(leader, MALFORMED[case])
@@ -79,7 +80,8 @@ async def test_a_connection_that_says_nothing_ends(caplog, monkeypatch):
         assert "127.0.0.1: it did not show within 0 s that it may join" in caplog.text
 
 
-async def test_a_refusal_is_logged_once_a_minute(caplog):
+async def test_a_refusal_is_logged_once_a_minute(caplog, monkeypatch):
+    monkeypatch.setattr(link_module, "LINGER_S", 0.1)
     async with leading() as leader:
         for _ in range(3):
             await said_to(leader, MALFORMED["HTTP"])
