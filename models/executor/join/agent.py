@@ -255,18 +255,22 @@ async def _in_daemon(find: Callable[[], HostModel]) -> HostModel:
     loop = asyncio.get_running_loop()
     found: asyncio.Future[HostModel] = loop.create_future()
 
-    def settle(model: HostModel | None, error: Exception | None) -> None:
-        if not found.done():  # the waiter may have been cancelled
-            found.set_exception(error) if model is None else found.set_result(model)
+    def settle(model: HostModel | Exception) -> None:
+        if found.done():  # the waiter was cancelled
+            return
+        if isinstance(model, Exception):
+            found.set_exception(model)
+        else:
+            found.set_result(model)
 
     def run() -> None:
-        model, problem = None, None
+        model: HostModel | Exception
         try:
             model = find()
         except Exception as error:
-            problem = error
+            model = error
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, model, problem)
+            loop.call_soon_threadsafe(settle, model)
 
     threading.Thread(target=run, name="model files", daemon=True).start()
     return await found
