@@ -12,6 +12,7 @@ class CutProxy:
         self._flowing.set()
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._serving: set[asyncio.Task[None]] = set()
         self.num_connections = 0
         """All that there were."""
 
@@ -20,6 +21,10 @@ class CutProxy:
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self.num_connections += 1
+            task = asyncio.current_task()
+            assert task is not None
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
             try:
                 there_reader, there_writer = await asyncio.open_connection("127.0.0.1", target)
             except OSError:
@@ -61,4 +66,4 @@ class CutProxy:
             writer.transport.abort()
         if self._server is not None:
             self._server.close()
-            await self._server.wait_closed()
+        await asyncio.gather(*self._serving)

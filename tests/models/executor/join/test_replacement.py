@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from contextlib import ExitStack
+from typing import Any
 
 import psutil
 import pytest
@@ -143,7 +144,7 @@ async def test_a_refusal_of_another_host_is_named(without_model):
     without_model(refuse="if config.tensor_parallel_rank: raise ModelError('--device cuda:0: cannot be used')")
     leader = Leader(leader_settings())
     await leader.open()
-    group = WorkerGroup(WorkerConfig(model="none", tensor_parallel_size=2), leader)
+    group: Any = WorkerGroup(WorkerConfig(model="none", tensor_parallel_size=2), leader)
     try:
         with agent_process(leader.port, SILENCE_S), pytest.raises(ExecutorError) as caught:
             await group.start()
@@ -152,11 +153,29 @@ async def test_a_refusal_of_another_host_is_named(without_model):
         await leader.close()
 
 
+async def test_a_host_has_consecutive_ranks(without_model):
+    without_model(
+        refuse="assert (config.device, config.num_threads) == (f'cuda:{config.tensor_parallel_rank % 2}', 2), config"
+    )
+    leader = Leader(leader_settings(ranks_per_node=2))
+    await leader.open()
+    group: Any = WorkerGroup(WorkerConfig(model="none", tensor_parallel_size=4, device="cuda", num_threads=4), leader)
+    try:
+        with agent_process(leader.port, SILENCE_S) as agent:
+            await group.start()
+            assert len(psutil.Process(agent.pid).children()) == 2
+            assert [worker._rank for worker in group._workers[2:]] == [2, 3]
+            await group.stop()
+            assert psutil.Process(agent.pid).children() == []
+    finally:
+        await leader.close()
+
+
 async def test_a_start_without_the_other_host_fails_after_the_timeout(without_model):
     without_model()
     leader = Leader(leader_settings(timeout_s=0.3, token=TOKEN))
     await leader.open()
-    group = WorkerGroup(WorkerConfig(model="none", tensor_parallel_size=2), leader)
+    group: Any = WorkerGroup(WorkerConfig(model="none", tensor_parallel_size=2), leader)
     try:
         with pytest.raises(ExecutorError, match=r"not all hosts joined within 0.3 s .*: node rank 1: it never came"):
             await group.start()

@@ -11,6 +11,7 @@ from hosts.agents import TOKEN, leader_settings, worker_command
 from waiting import until, wait_until
 
 from penstock.clients.host.distribution import installed_version
+from penstock.models.backends.distributed import interface_to
 from penstock.models.checkpoint.digest import digest_checkpoint
 from penstock.models.executor.group import WorkerGroup
 from penstock.models.executor.join.leader import Leader
@@ -72,6 +73,11 @@ async def test_a_rank_and_then_a_host_are_lost_amid_8_streams(
     assert "joined localhost:" in log
     assert "rank 1 has ended: the worker was ended by SIGKILL" in log
     assert "Traceback" not in log
+
+
+def test_the_interface_is_the_one_that_routes_there():
+    assert interface_to("127.0.0.1") == "lo"
+    assert interface_to("host.invalid") == ""
 
 
 def test_a_worker_that_is_refused_ends_with_status_1_and_the_reason(tmp_path):
