@@ -29,7 +29,7 @@ class Hosts:
     def __init__(self, stack):
         self.stack = stack
         self.leader = Leader(leader_settings())
-        self.group = WorkerGroup(WorkerConfig(model="none", tensor_parallel_size=2), self.leader)
+        self.group: Any = WorkerGroup(WorkerConfig(model="none", tensor_parallel_size=2), self.leader)
         self.network = CutProxy()
 
     async def start(self):
