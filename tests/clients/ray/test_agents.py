@@ -3,19 +3,17 @@
 import contextlib
 import importlib.util
 import subprocess
-import tempfile
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import ENVIRONMENT, OBJECT_STORE_BYTES
 from serve_process import PENSTOCK, serving, target_of
 from waiting import wait_until
 
 from penstock.clients.sync_client import Client
 
 PROMPT = "What does a kernel do?"
+OPTIONS: Any = {"max_tokens": 1500, "temperature": 0.0, "ignore_eos": True}
 FLAGS = (
     "demo", "--nnodes=2", "--pipeline-parallel-size=2", "--distributed-executor-backend=ray", "--threads=1", "--port=0",
     "--master-addr=127.0.0.1", "--master-port=0", "--kv-cache-memory-bytes=16M",
@@ -29,27 +27,10 @@ def test_without_ray_the_service_says_how_to_install_it():
     assert "--distributed-executor-backend ray: Ray is not installed: pip install 'penstock-llm[ray]'" in ended.stderr
 
 
-@pytest.fixture
-def two_raylets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A cluster of two nodes with a CPU each."""
-    utils: Any = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed")
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    node = {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        head = {**node, "include_dashboard": False, "temp_dir": directory}
-        cluster = utils.Cluster(initialize_head=True, head_node_args=head)
-        cluster.node, cluster.node_args = cluster.add_node(**node), node
-        try:
-            yield cluster
-        finally:
-            cluster.shutdown()
-
-
 @pytest.mark.soak
 def test_a_lost_raylet_is_named_and_its_stage_comes_back(two_raylets: Any) -> None:
     with serving("demo", "--port=0", "--threads=1") as (_, greeting), Client(target_of(greeting)) as client:
-        expected = client.complete(PROMPT, max_tokens=200, temperature=0.0).text
+        expected = client.complete(PROMPT, **OPTIONS).text
     with serving(*FLAGS, f"--ray-address={two_raylets.address}") as (process, greeting):
         log: list[str] = []
         assert process.stderr is not None
@@ -57,7 +38,7 @@ def test_a_lost_raylet_is_named_and_its_stage_comes_back(two_raylets: Any) -> No
         assert "2 stages of" in greeting
         with (
             Client(target_of(greeting)) as client,
-            contextlib.closing(client.stream(PROMPT, max_tokens=200, temperature=0.0)) as stream,
+            contextlib.closing(client.stream(PROMPT, **OPTIONS)) as stream,
         ):
             texts = [next(stream).text for _ in range(5)]
             two_raylets.remove_node(two_raylets.node)
