@@ -238,7 +238,8 @@ class HostAgent:
             except (ModelError, OSError) as error:
                 link.send(FrameKind.MODEL, ModelReport(problem=printable(str(error), 1000)))
                 return
-        link.send(FrameKind.MODEL, ModelReport(*self._models[served].digest))
+        config, weights, tokenizer = self._models[served].digest
+        link.send(FrameKind.MODEL, ModelReport(config, weights, tokenizer))
 
     def _configured(self, welcome: JoinWelcome, link: JoinLink, rank: int, config: object) -> WorkerConfig:
         """Returns the config of a rank with what this host decides. Raises WireError if the rank is another host's."""
