@@ -176,7 +176,7 @@ def test_faults_lose_and_change_no_token(tmp_path, expected):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("network", [{"loss": 0.01}, {"delay_s": 0.025}], ids=["1 % loss", "50 ms round trip"])
+@pytest.mark.parametrize("network", [{"loss": 0.01}, {"delay_s": 0.05}], ids=["1 % loss", "50 ms delay"])
 def test_a_bad_network_changes_no_token(tmp_path, expected, network):
     with cluster_of(tmp_path, **network) as cluster:
         began = time.monotonic()
