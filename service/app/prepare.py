@@ -317,9 +317,8 @@ def _flags(**values: object) -> Sequence[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
 
 
-def _worker_config(
-    config: ServeConfig, path: Path, tokenizer: Path, facts: TokenizerFacts, machine: Machine
-) -> WorkerConfig:
+def _choose_device(config: ServeConfig, machine: Machine) -> str:
+    """Returns the device of the ranks. Raises ModelError if this host has too few GPUs for them."""
     device = config.device
     if device == "auto":
         device = "cpu" if config.backend == "cpu" else machine.default_device()[0]
@@ -329,6 +328,13 @@ def _worker_config(
             f"--tensor-parallel-size {config.tensor_parallel_size}: each rank needs a GPU{here}, and this machine has "
             f"{len(machine.gpus)}"
         )
+    return device
+
+
+def _worker_config(
+    config: ServeConfig, path: Path, tokenizer: Path, facts: TokenizerFacts, machine: Machine
+) -> WorkerConfig:
+    device = _choose_device(config, machine)
     if config.threads is not None and config.threads > machine.topology.num_usable:
         _log.warning(
             "--threads %d: this process may use only %g cores, and threads that share a core wait for each other; "
