@@ -1,5 +1,6 @@
 """Writes a step log: an executor that passes everything on to another one, and a file with a thread of its own."""
 
+import asyncio
 import logging
 import queue
 import threading
@@ -118,4 +119,4 @@ class LoggedExecutor:
     async def stop(self) -> None:
         """Stops the other executor, and writes what is left."""
         await self._executor.stop()
-        self._file.flush()
+        await asyncio.to_thread(self._file.flush)

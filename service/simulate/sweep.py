@@ -48,7 +48,7 @@ def choose(runs: Sequence[SimulatedRun], slo: Slo, min_share: float) -> Iterator
             share, run = min(good, key=lambda pair: (pair[1].service.workers, -pair[0]))
             yield Choice(rate, run, share, {})
         else:
-            share, run = max(rated, key=lambda pair: (pair[0], -pair[1].service.workers))
+            share, run = max(rated, key=lambda pair: (pair[0], sum(_shares(pair[1].report, slo).values())))
             yield Choice(rate, run, share, _failing(run.report, slo, min_share))
 
 
@@ -57,10 +57,14 @@ def kept_share(report: Report, slo: Slo) -> float:
     return sum(map(slo.is_kept, report.records)) / max(1, len(report.records))
 
 
+def _shares(report: Report, slo: Slo) -> dict[str, float]:
+    """Returns the share of the requests that are within each limit."""
+    bounds = {name: bound for name, bound in asdict(slo).items() if bound is not None}
+    return {name: kept_share(report, Slo(**{name: bound})) for name, bound in bounds.items()}
+
+
 def _failing(report: Report, slo: Slo, min_share: float) -> dict[str, float]:
-    shares = {
-        name: kept_share(report, Slo(**{name: bound})) for name, bound in asdict(slo).items() if bound is not None
-    }
+    shares = _shares(report, slo)
     failing = {name: share for name, share in shares.items() if share < min_share}
     return failing or {min(shares, key=lambda name: shares[name]): min(shares.values())}  # only together too few
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from known_requests import make_prompt, make_request
+from known_requests import ENGINE_VOCAB_SIZE
 from simulations.step_logs import FACTS, LIMITS, header, random_steps, write_log
 from waiting import until, wait_until
 
@@ -70,20 +70,13 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         read_step_log(tmp_path / "none")
 
 
-async def test_the_steps_of_an_engine_are_logged(tmp_path):
+async def test_the_steps_of_an_engine_are_logged(submit, tmp_path):
     path = tmp_path / "log"
-    executor = LoggedExecutor(FakeExecutor(max_num_batched_tokens=64), StepLogFile(path), LIMITS, "1.2.3", 5)
-    engine = Engine(executor, LIMITS)
+    inner = FakeExecutor(vocab_size=ENGINE_VOCAB_SIZE, max_num_batched_tokens=64)
+    engine = Engine(LoggedExecutor(inner, StepLogFile(path), LIMITS, "1.2.3", 5), LIMITS)
     facts = await engine.start()
-    ended = []
-    requests = [
-        make_request(str(number), make_prompt(20, number), max_tokens=9, max_drafts=2 * (number % 2))
-        for number in range(6)
-    ]
-    for request in requests:
-        request.sink = ended.append
-        engine.submit(request)
-    await until(lambda: engine.load().running == 0 and engine.stats().finished == 6)
+    requests = [submit(engine, str(n), first=n, max_tokens=9, max_drafts=2 * (n % 2)) for n in range(6)]
+    await until(lambda: all(received.finished for received in requests))
     counters = engine.counters
     await engine.stop()
     log = read_step_log(path)
@@ -91,7 +84,7 @@ async def test_the_steps_of_an_engine_are_logged(tmp_path):
     assert (log.header.penstock, log.header.max_drafts) == ("1.2.3", 5)
     assert [step.step for step in log.steps] == list(range(len(log.steps)))
     assert sum(step.prefill_tokens for step in log.steps) == counters.prefill_tokens
-    assert sum(step.decodes for step in log.steps) <= counters.decode_rows
+    assert 0 < sum(step.decodes for step in log.steps) <= counters.decode_rows
     assert sum(step.drafts for step in log.steps) == counters.speculation.drafted > 0
     assert sum(step.accepted for step in log.steps) == counters.speculation.accepted
     assert max(step.decodes for step in log.steps) > 1
@@ -99,21 +92,18 @@ async def test_the_steps_of_an_engine_are_logged(tmp_path):
         assert earlier.answered_s <= later.answered_s
     for step in log.steps:
         assert step.submitted_s <= step.answered_s
-        assert step.decodes * 20 <= step.decode_kv <= step.decodes * 29
+        assert step.decodes * 20 <= step.decode_kv <= step.decodes * 30
 
 
-async def test_the_log_goes_on_after_a_restart_of_the_worker(tmp_path):
+async def test_the_log_goes_on_after_a_restart_of_the_worker(submit, tmp_path):
     path = tmp_path / "log"
-    inner = FakeExecutor()
+    inner = FakeExecutor(vocab_size=ENGINE_VOCAB_SIZE)
     engine = Engine(LoggedExecutor(inner, StepLogFile(path), LIMITS, "1.2.3"), LIMITS, restart_delay_s=0.0)
     await engine.start()
-    request = make_request("one", make_prompt(20, 1), max_tokens=50)
-    delivered = []
-    request.sink = delivered.append
-    engine.submit(request)
-    await until(lambda: len(delivered) > 5)
+    received = submit(engine, "one", max_tokens=500)
+    await until(lambda: received.token_ids)
     inner.die()
-    await until(lambda: engine.stats().finished == 1)
+    await until(lambda: received.finished)
     await engine.stop()
     assert inner.num_starts == 2
     lines = path.read_text().splitlines()

@@ -18,7 +18,7 @@ from penstock.service.simulate.traffic import Traffic
 
 NOISE = StepNoise((0.9, 0.95, 1.0, 1.05, 1.3), (0.9, 0.95, 1.0, 1.05, 1.3))
 TRUE = SimulatedCosts(COSTS, NOISE, ServiceCosts(5e-4, 5e-4, 1e-4, 0.0, 6e-4, 4e-4))
-BOUND = 0.03
+BOUND = 0.08
 
 
 def load(rate=12.0, prompt=(50, 500), output=(16, 96), number=120, seed=0):

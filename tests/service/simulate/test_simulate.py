@@ -134,16 +134,18 @@ def test_loads_of_other_rates(trace, capsys):
 
 
 def test_a_sweep_prints_a_table_and_names_the_cheapest(trace, capsys, tmp_path):
-    sweep = ["--sweep", "rate=1,8", "--sweep", "replicas=1,2,4", "--plot", str(tmp_path / "sweep.png")]
-    slo = ["--slo", "ttft=300ms", "--slo-share", "0.9", "--max-num-seqs", "4"]
+    sweep = ["--sweep", "rate=1,4", "--sweep", "replicas=1,2,4", "--plot", str(tmp_path / "sweep.png")]
+    slo = ["--slo", "ttft=300ms", "--slo-share", "0.9", "--max-num-seqs", "4", "--json", str(tmp_path / "out.json")]
     assert main([trace(), *COSTS, *slo, *sweep]) == 0
     printed = capsys.readouterr().out
-    lines = printed.splitlines()
-    table = [line.split() for line in lines if line.strip()[:1] in "18" and "worker" not in line]
-    assert [row[:3] for row in table] == [[rate, n, n] for rate in "18" for n in "124"]
+    rows = [line.split()[:3] for line in printed.splitlines() if line.startswith("   ")]
+    assert rows == [[rate, number, number] for rate in "14" for number in "124"]
     assert "cheapest: at 1 times the rate, replicas 2 (2 workers): " in printed
-    assert "cheapest: at 8 times the rate, replicas 4 (4 workers): " in printed
+    assert "cheapest: at 4 times the rate, replicas 4 (4 workers): " in printed
     assert (tmp_path / "sweep.png").read_bytes().startswith(PNG)
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert [(each["rate"], each["settings"]["replicas"]) for each in content["cheapest"]] == [(1, 2), (4, 4)]
+    assert len(content["runs"]) == 6
 
 
 def test_the_slo_that_fails_everywhere_is_named(trace, capsys):

@@ -74,7 +74,7 @@ def random_steps(number: int = 400, seed: int = 0, noise: float = 0.0, costs: St
 def _random_step(rng: random.Random, step: int, noise: float, costs: StepCosts) -> LoggedStep:
     decodes = rng.randint(0, 32)
     chunks = rng.choice((0, 0, 1, 2)) if decodes else 1
-    tokens = sum(rng.randint(16, 100) for _ in range(chunks))
+    tokens = sum(rng.randint(16, 224) for _ in range(chunks))
     context = rng.randint(0, 500)
     work = StepWork(
         tokens, tokens * (2 * context + tokens) // 2, decodes, decodes * rng.randint(50, 600), chunks,
