@@ -160,6 +160,7 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         checks_grammars_soon=True,
         objectives={} if config.objectives is None else read_objectives(config.objectives),
         kv_events=config.kv_events,
+        step_log=config.step_log,
     )
     return Prepared(server, worker, load_tokenizer, *_http_processes(config, addresses), resources.pop_all())
 

@@ -25,8 +25,9 @@ from penstock.models.executor.log_format import JSON, log_uncaught, set_up_loggi
 from penstock.models.executor.spawn import Spawned
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import EngineState
-from penstock.scheduler.executor import ExecutorError
+from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.loop.engine import Engine
+from penstock.scheduler.simulation.logged_executor import LoggedExecutor, StepLogFile
 from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig, WorkerFacts
 from penstock.service.app.http_process import HttpFailed
 from penstock.service.app.prepare import Prepared, prepare
@@ -128,7 +129,8 @@ class _Life:
     def __init__(self, config: ServeConfig, prepared: Prepared, worker: Spawned | None) -> None:
         self._config = config
         self._prepared = prepared
-        self._engine = Engine(new_executor(prepared.worker, worker, prepared.leader), prepared.server.scheduler)
+        executor = logged(new_executor(prepared.worker, worker, prepared.leader), prepared.server)
+        self._engine = Engine(executor, prepared.server.scheduler)
         self._server = Server(
             prepared.server, self._engine, prepared.load_tokenizer, prepared.http, prepared.status_page
         )
@@ -204,6 +206,18 @@ class _Life:
             self._has_failed = True
             _log.error("the engine has failed; the service ends, so that its supervisor can restart it")
             self._server.request_stop()
+
+
+def logged(executor: Executor, config: ServerConfig) -> Executor:
+    """Returns an executor that also logs its steps, if that is configured. Raises FileError."""
+    if config.step_log is None:
+        return executor
+    try:
+        file = StepLogFile(config.step_log)
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror})"
+        raise FileError(f"--step-log {config.step_log}: {reason}; give a file in a directory that exists") from error
+    return LoggedExecutor(executor, file, config.scheduler, installed_version(), config.max_drafts)
 
 
 def describe(facts: WorkerFacts, config: SchedulerConfig, speculation: SpeculationConfig | None = None) -> str:
