@@ -63,12 +63,23 @@ class Meeting(msgspec.Struct, frozen=True):
     """The host of rank 0, as this rank reaches it."""
     store_port: int = 0
     """The port of the TCPStore of torch.distributed; 0 where ranks do not share matrices."""
+    store_descriptor: int = -1
+    """The socket that listens at ``store_port``, in rank 0's process only."""
     stage_port: int = 0
     """The port at which the first stage accepts the others; 0 with one stage."""
+    stage_descriptor: int = -1
+    """The socket that listens at ``stage_port``, in rank 0's process only."""
     secret: bytes = b""
     """What a rank shows to the first stage to be accepted."""
     interface: str = ""
     """The network interface of collectives; empty: loopback with a directory, else the one that routes to ``host``."""
+
+
+class MeetingPorts(msgspec.Struct, frozen=True):
+    """The ports at which rank 0 waits for the others, if they meet by TCP. See ``Meeting``."""
+
+    store_port: int = 0
+    stage_port: int = 0
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):

@@ -27,6 +27,9 @@ COMMANDS = {
         "serve a model over gRPC (needs penstock-llm[cpu], [torch] or [cuda])",
         parser="penstock.service.config.command_line:make_parser",
     ),
+    "worker": Command(
+        "penstock.service.hosts.command:main", "run a part of a model that several hosts share, for penstock serve"
+    ),
     "gateway": Command(
         "penstock.clients.gateway.server.command:main",
         "serve OpenAI's HTTP API for a running service",

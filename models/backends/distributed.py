@@ -1,41 +1,60 @@
-"""Ranks that communicate over torch.distributed: NCCL between GPUs, Gloo between CPUs. All of them run on one host.
+"""Ranks that communicate over torch.distributed: NCCL between GPUs, Gloo between CPUs.
 
-They meet through a file in a directory that only the service's user can enter, so no other user can join them or keep
-them from meeting. Their data goes directly between GPUs, through shared memory, or over the loopback interface, and
-never leaves the host. On the loopback interface Gloo and NCCL open ports without authentication. Nothing is pickled.
+On one host they meet through a file in a directory that only the service's user can enter, so no other user can join
+them or keep them from meeting. Their data goes directly between GPUs, through shared memory, or over the loopback
+interface, and never leaves the host. On the loopback interface Gloo and NCCL open ports without authentication.
+
+On several hosts they meet at a TCPStore in rank 0's process. The store, Gloo and NCCL have neither keys nor TLS, so the
+network between the hosts must be private. Nothing is pickled.
 """
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
+import psutil
 import torch
 from torch import Tensor, distributed
 from torch.nn import functional
 
 from penstock.models.backends.tensor_parallel import ALONE, PeerLost, TensorParallel
-from penstock.scheduler.worker_config import WorkerConfig
+from penstock.scheduler.worker_config import Meeting, WorkerConfig
 
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Otherwise they listen on the address that the host's name resolves to."""
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Without them, Gloo and NCCL listen on the address that the host's name resolves to."""
+LOOPBACK = "lo"
 
 TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for another, which may still be loading. If one hangs, the service ends all ranks earlier."""
+"""How long a rank waits for another on the same host, which may still be loading. If one hangs, the service ends all
+ranks earlier."""
+MEETING_TIMEOUT = timedelta(seconds=120)
+"""How long a rank waits for those of other hosts to meet it: they import torch meanwhile."""
+LOADING_TIMEOUT = timedelta(seconds=600)
+"""How long it waits for them until the first sum, since their disks may be slower."""
+STEP_TIMEOUT = timedelta(seconds=60)
+"""How long it waits for them in a step. The service finds a lost host within seconds; this is for a host that lives
+and whose data does not arrive."""
 
 
 class Distributed:
     """A rank in the process's default group."""
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, step_timeout: timedelta | None = None) -> None:
+        """``step_timeout`` applies from the first sum on."""
         self.rank = rank
         self.size = size
         self._device = device
+        self._step_timeout = step_timeout
 
     def all_reduce(self, x: Tensor) -> None:
         """Sums in the dtype of ``x``. Beyond two ranks, a sum's last bits may depend on its place in ``x``."""
         with _peers():
             distributed.all_reduce(x)
+        if self._step_timeout is not None:
+            distributed.distributed_c10d._set_pg_timeout(self._step_timeout)  # noqa: SLF001 - it has no public name
+            self._step_timeout = None
 
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor:
         """Gathers once; columns are padded to equal parts on the way."""
@@ -61,20 +80,61 @@ def join(config: WorkerConfig) -> TensorParallel:
         return ALONE
     device = torch.device(config.device)
     rank, size = config.tensor_parallel_rank, config.tensor_parallel_size
-    os.environ.update(LOOPBACK)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
+    on_one_host = bool(config.meeting.directory)
+    _choose_interface(config.meeting)
+    stage = f"stage-{config.pipeline_parallel_rank}"
     with _peers():
+        where = {"init_method": f"file://{config.meeting.directory}/ranks-{stage}"}
         distributed.init_process_group(
             "nccl" if on_gpu else "gloo",
-            init_method=f"file://{config.meeting.directory}/ranks",
+            **(where if on_one_host else {"store": distributed.PrefixStore(stage, _store(config.meeting))}),
             rank=rank,
             world_size=size,
-            timeout=TIMEOUT,
+            timeout=TIMEOUT if on_one_host else LOADING_TIMEOUT,
             device_id=device if on_gpu else None,
         )
-    return Distributed(rank, size, device)
+    return Distributed(rank, size, device, None if on_one_host else STEP_TIMEOUT)
+
+
+def _store(meeting: Meeting) -> distributed.TCPStore:
+    """Connects to the store at which the ranks of several hosts meet, which is in rank 0's process."""
+    is_master = meeting.store_descriptor >= 0
+    return distributed.TCPStore(
+        meeting.host,
+        meeting.store_port,
+        is_master=is_master,
+        timeout=MEETING_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=meeting.store_descriptor if is_master else None,
+    )
+
+
+def _choose_interface(meeting: Meeting) -> None:
+    """Chooses the network interface of Gloo and NCCL. Unless the meeting names one, variables that the operator has set
+    are kept on several hosts."""
+    if meeting.directory or meeting.interface:
+        os.environ.update(dict.fromkeys(INTERFACE_VARIABLES, meeting.interface or LOOPBACK))
+        return
+    interface = interface_to(meeting.host)
+    if interface:
+        for name in INTERFACE_VARIABLES:
+            os.environ.setdefault(name, interface)
+
+
+def interface_to(host: str) -> str:
+    """Returns the network interface that routes to a host; empty if it cannot be found."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return ""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, found in interfaces if any(each.address.split("%")[0] == own for each in found)), "")
 
 
 @contextlib.contextmanager

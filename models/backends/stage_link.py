@@ -167,13 +167,11 @@ class StageLink:
 
 
 def listen(config: WorkerConfig) -> socket.socket:
-    """Opens the socket at which the first stage of a pipeline accepts the others. Raises OSError."""
-    meeting = config.meeting
-    if meeting.directory:
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(_path(config))
-    else:
-        listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    """Returns the socket at which the first stage of a pipeline accepts the others. Raises OSError."""
+    if not config.meeting.directory:
+        return socket.socket(fileno=config.meeting.stage_descriptor)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(_path(config))
     listener.listen(config.pipeline_parallel_size)
     return listener
 

@@ -4,17 +4,18 @@ import asyncio
 import logging
 import signal
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import cast
 
 import msgspec
 
 from penstock.models.executor.liveness import Heartbeat, MemoryKills, is_stopped
+from penstock.models.executor.rank import same_facts, settled
 from penstock.models.executor.spawn import Spawned, spawn
 from penstock.models.executor.wire import FrameBuffer, FrameKind, WireError, encode_frame
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult
-from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
+from penstock.scheduler.worker_config import Meeting, MeetingPorts, WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
 
@@ -49,31 +50,26 @@ class WorkerProcess:
         assert self._link is not None, "the worker was not started"
         return self._link.process.pid
 
-    async def start(self) -> WorkerFacts:
+    async def start(
+        self, meeting: Meeting | None = None, on_ports: Callable[[MeetingPorts], object] | None = None
+    ) -> WorkerFacts:
         """Starts a worker and waits until it has loaded the model. Raises ExecutorError with the worker's own message.
 
-        A later start returns the same facts, however much memory is free by then, or raises ExecutorError.
+        A later start returns the same facts, however much memory is free by then, or raises ExecutorError. For the
+        arguments see ``RankWorker``.
         """
         assert self._link is None, "the worker is running"
         spawned, self._spawned = self._spawned, None
-        link = await _Link.open(spawned or self._spawn())
+        link = await _Link.open(spawned or self._spawn(), on_ports)
         self._link = link
+        config = self._config if meeting is None else msgspec.structs.replace(self._config, meeting=meeting)
         try:
-            link.write(encode_frame(FrameKind.CONFIG, self._config))
-            facts = self._checked(await link.facts)
+            link.write(encode_frame(FrameKind.CONFIG, config))
+            facts = same_facts(self._facts, await link.facts)
         except BaseException:
             await self.stop()
             raise
-        self._facts = facts
-        # Restarts keep these choices, and so do not log again why the best backend is not available.
-        self._config = msgspec.structs.replace(
-            self._config,
-            num_blocks=facts.num_blocks,
-            max_model_len=facts.max_model_len,
-            backend=facts.backend,
-            stage_layers=facts.stage_layers,
-            measures_steps=False,
-        )
+        self._facts, self._config = facts, settled(self._config, facts)
         return facts
 
     def _spawn(self) -> Spawned:
@@ -81,20 +77,6 @@ class WorkerProcess:
             return spawn()
         except OSError as error:
             raise ExecutorError(f"the worker process cannot be started: {error}") from error
-
-    def _checked(self, facts: WorkerFacts) -> WorkerFacts:
-        """Returns the first worker's facts. Raises ExecutorError if others differ, except for measurements."""
-        if self._facts is None:
-            return facts
-        first = self._facts
-        facts = msgspec.structs.replace(
-            facts, copy_us_per_block=first.copy_us_per_block, measured_steps=first.measured_steps
-        )
-        if facts == first:
-            return facts
-        now, then = msgspec.structs.asdict(facts), msgspec.structs.asdict(first)
-        differences = [f"{name} is {now[name]} and was {then[name]}" for name in now if now[name] != then[name]]
-        raise ExecutorError(f"the new worker differs from the last one: {'; '.join(differences)}; restart the service")
 
     def submit(self, plan: StepPlan) -> None:
         self.submit_frame(encode_frame(FrameKind.PLAN, plan))
@@ -133,8 +115,11 @@ class WorkerProcess:
 class _Link(asyncio.Protocol):
     """One run of a worker: its process, its socket, and the results it has sent."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", on_ports: Callable[[MeetingPorts], object] | None = None
+    ) -> None:
         self.process = process
+        self._on_ports = on_ports
         self.facts: asyncio.Future[WorkerFacts] = asyncio.get_running_loop().create_future()
         self.answers: asyncio.Queue[StepResult | ExecutorError | None] = asyncio.Queue()
         self.lost: ExecutorError | None = None
@@ -150,8 +135,8 @@ class _Link(asyncio.Protocol):
         self._farewell: asyncio.Task[None] | None = None
 
     @classmethod
-    async def open(cls, spawned: Spawned) -> "_Link":
-        link = cls(spawned.process)
+    async def open(cls, spawned: Spawned, on_ports: Callable[[MeetingPorts], object] | None = None) -> "_Link":
+        link = cls(spawned.process, on_ports)
         try:
             spawned.connection.setblocking(False)
             await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=spawned.connection)
@@ -233,6 +218,8 @@ class _Link(asyncio.Protocol):
                 self._parts += body
             case FrameKind.FACTS, WorkerFacts() if not self.facts.done():
                 self.facts.set_result(body)
+            case FrameKind.PORTS, MeetingPorts() if self._on_ports is not None and not self.facts.done():
+                self._on_ports(body)
             case FrameKind.FAILED, str():
                 self._failure = body
             case FrameKind.ALIVE, None:

@@ -1,5 +1,5 @@
-"""Frames between the service and a worker: length, kind, and a typed msgpack body. Nothing is ever unpickled: each kind
-decodes into one declared type."""
+"""Frames between the service and its workers, and between hosts: length, kind, and a typed msgpack body. Nothing is ever
+unpickled: each kind decodes into one declared type."""
 
 import contextlib
 import select
@@ -12,8 +12,17 @@ from typing import Any
 
 import msgspec
 
+from penstock.models.executor.join_messages import (
+    AgentHello,
+    JoinChallenge,
+    JoinProof,
+    JoinRefusal,
+    JoinWelcome,
+    ModelReport,
+    RankEnded,
+)
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult
-from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
+from penstock.scheduler.worker_config import MeetingPorts, WorkerConfig, WorkerFacts
 
 MAX_FRAME_BYTES = 1 << 28
 """The limit of a body. The largest plans add 256 rows with the longest lists of allowed tokens and bad words that a
@@ -41,6 +50,32 @@ class FrameKind(IntEnum):
     """Worker to service, every 500 ms: null."""
     FAILED = 7
     """Worker to service, last: the error, one line of text."""
+    PORTS = 8
+    """Rank 0 to service, before FACTS, if the ranks meet by TCP: MeetingPorts."""
+
+    # Between the leader and the agent of another host, which also pass on CONFIG, FACTS, PLAN and RESULT.
+    HELLO = 16
+    """Agent to leader, first: AgentHello."""
+    CHALLENGE = 17
+    """Leader to agent: JoinChallenge."""
+    PROOF = 18
+    """Agent to leader: JoinProof."""
+    WELCOME = 19
+    """Leader to agent: JoinWelcome."""
+    MODEL = 20
+    """Agent to leader, once it has read the model's files: ModelReport."""
+    REFUSED = 21
+    """Leader to agent, last: JoinRefusal."""
+    RANK = 22
+    """Both ways: the rank that the next frames are about."""
+    KILL = 23
+    """Leader to agent: end a rank's process at once; the reason, one line of text."""
+    STOP = 24
+    """Leader to agent: end a rank's process: null."""
+    STOPPED = 25
+    """Agent to leader, the answer to STOP: null."""
+    ENDED = 26
+    """Agent to leader: a rank's process has ended, or did not start: RankEnded."""
 
 
 DECODERS: dict[FrameKind, "msgspec.msgpack.Decoder[Any]"] = {
@@ -51,6 +86,18 @@ DECODERS: dict[FrameKind, "msgspec.msgpack.Decoder[Any]"] = {
     FrameKind.PROMPT_LOGPROBS: msgspec.msgpack.Decoder(list[PromptLogprobsPart]),
     FrameKind.ALIVE: msgspec.msgpack.Decoder(None),
     FrameKind.FAILED: msgspec.msgpack.Decoder(str),
+    FrameKind.PORTS: msgspec.msgpack.Decoder(MeetingPorts),
+    FrameKind.HELLO: msgspec.msgpack.Decoder(AgentHello),
+    FrameKind.CHALLENGE: msgspec.msgpack.Decoder(JoinChallenge),
+    FrameKind.PROOF: msgspec.msgpack.Decoder(JoinProof),
+    FrameKind.WELCOME: msgspec.msgpack.Decoder(JoinWelcome),
+    FrameKind.MODEL: msgspec.msgpack.Decoder(ModelReport),
+    FrameKind.REFUSED: msgspec.msgpack.Decoder(JoinRefusal),
+    FrameKind.RANK: msgspec.msgpack.Decoder(int),
+    FrameKind.KILL: msgspec.msgpack.Decoder(str),
+    FrameKind.STOP: msgspec.msgpack.Decoder(None),
+    FrameKind.STOPPED: msgspec.msgpack.Decoder(None),
+    FrameKind.ENDED: msgspec.msgpack.Decoder(RankEnded),
 }
 
 
@@ -66,6 +113,22 @@ def encode_frame(kind: FrameKind, body: object) -> bytes:
     return HEADER.pack(len(encoded), kind) + encoded
 
 
+def parse_header(header: bytes | bytearray, offset: int = 0, limit: int = MAX_FRAME_BYTES) -> tuple[int, FrameKind]:
+    """Returns the length of a frame's body, and the frame's kind. Raises WireError."""
+    length, number = HEADER.unpack_from(header, offset)
+    if length > limit or number not in FrameKind.__members__.values():
+        raise WireError(f"unknown frame of kind {number} with {length} bytes")
+    return length, FrameKind(number)
+
+
+def decode_body(kind: FrameKind, body: bytes) -> Any:
+    """Decodes a frame's body into the declared type of its kind. Raises WireError."""
+    try:
+        return DECODERS[kind].decode(body)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"a {kind.name} frame cannot be decoded: {error}") from error
+
+
 class FrameBuffer:
     """Splits a stream of bytes into frames; keeps a partial one until the rest comes."""
 
@@ -78,17 +141,11 @@ class FrameBuffer:
         begin = 0
         try:
             while len(self._pending) - begin >= HEADER.size:
-                length, number = HEADER.unpack_from(self._pending, begin)
-                if length > MAX_FRAME_BYTES or number not in FrameKind.__members__.values():
-                    raise WireError(f"unknown frame of kind {number} with {length} bytes")
+                length, kind = parse_header(self._pending, begin)
                 end = begin + HEADER.size + length
                 if len(self._pending) < end:
                     break
-                kind = FrameKind(number)
-                try:
-                    body = DECODERS[kind].decode(bytes(self._pending[begin + HEADER.size : end]))
-                except msgspec.MsgspecError as error:
-                    raise WireError(f"a {kind.name} frame cannot be decoded: {error}") from error
+                body = decode_body(kind, bytes(self._pending[begin + HEADER.size : end]))
                 begin = end
                 yield kind, body
         finally:

@@ -25,6 +25,7 @@ from penstock.models.errors import ModelError
 from penstock.models.executor.child_process import WORKER, prepare_child
 from penstock.models.executor.log_format import set_up_logging
 from penstock.models.executor.wire import Channel, FrameKind, WireError
+from penstock.models.worker.meeting import open_meeting
 from penstock.models.worker.runner import Runner
 from penstock.models.worker.speculation import check_speculation, make_controller
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult
@@ -72,7 +73,7 @@ def serve(channel: Channel) -> int:
         with _alive(channel):
             if config.pipeline_parallel_rank:
                 _serve_stage(channel, config, frames)
-            config = check_speculation(config)
+            config = open_meeting(check_speculation(config), channel)
             grammars = None
             if config.tokenizer is not None:  # other workers do not need the grammar library
                 from penstock.models.structured_output.manager import grammars_of

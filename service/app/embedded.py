@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from penstock.clients.errors import PenstockError
-from penstock.service.app.private_directory import private_directory
 from penstock.service.config.command_line import PROGRAM, parse_config
 from penstock.service.config.flags import ConfigError
+from penstock.service.private_directory import private_directory
 
 _CHILD = "import sys; from penstock.service.app.embedded import main; main(*sys.argv[1:])"
 _END_TIMEOUT_S = 15.0

@@ -22,8 +22,8 @@ from penstock.clients.host.machine import Machine
 from penstock.models.executor.child_process import child_environment
 from penstock.models.executor.process import ending
 from penstock.service.app.effort import Effort
-from penstock.service.app.private_directory import private_directory
 from penstock.service.config.addresses import ADMIN_HTTP_FLAG, HTTP_FLAG, Address, ListenError
+from penstock.service.private_directory import private_directory
 
 EXTRA = "gateway"
 """The package's extra with the dependencies of both children."""

@@ -1,6 +1,7 @@
 """Makes of the flags of ``penstock serve`` the configurations of the server, the worker and the gateway. Checks ports,
 files and the model before anything starts."""
 
+import dataclasses
 import importlib.util
 import logging
 import math
@@ -19,15 +20,14 @@ from penstock.clients.host.machine import Machine, inspect_machine
 from penstock.clients.host.routing_headers import read_objectives
 from penstock.models.checkpoint.checkpoint import check_checkpoint, resolve_model
 from penstock.models.checkpoint.digest import digest_checkpoint
-from penstock.models.checkpoint.gguf.tokenizer import write_tokenizer
 from penstock.models.checkpoint.pooling_config import read_embedding
 from penstock.models.errors import ModelError
+from penstock.models.executor.join.leader import Leader
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import Pooling
-from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, DraftMethod, WorkerConfig
+from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, DraftMethod, Meeting, WorkerConfig
 from penstock.service.app.classification_head import find_head
 from penstock.service.app.http_process import STATUS_PAGE, HttpProcess, check_installed
-from penstock.service.app.private_directory import private_directory
 from penstock.service.app.server_config import ServerConfig
 from penstock.service.auth.operator_files import OperatorFiles
 from penstock.service.auth.tenant_limits import TenantLimitsFile
@@ -47,8 +47,10 @@ from penstock.service.config.contracts import CONTRACTS, read_contracts
 from penstock.service.config.kv_events import KvEventsConfig
 from penstock.service.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from penstock.service.config.serve_config import ServeConfig
+from penstock.service.hosts.credentials import JoinCredentials
+from penstock.service.hosts.leader import new_leader
 from penstock.service.rpc.foreign.contracts import ModelFiles
-from penstock.service.text.conversion.convert import convert_tokenizer
+from penstock.service.text.conversion.placing import place_tokenizer
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.service.text.tokenizer_config import TokenizerError
 from penstock.service.text.tokenizer_files import (
@@ -77,13 +79,19 @@ class Prepared:
     status_page: HttpProcess | None
     resources: ExitStack
     """What must exist as long as the service; its owner closes it."""
+    leader: Leader | None = None
+    """Accepts the other hosts; None: there are none."""
 
 
 def prepare(config: ServeConfig) -> Prepared:
     """Checks ports, model and files, the fastest checks first. Raises ListenError, HttpFailed, FileError, ModelError
     and TokenizerError."""
+    credentials = None if config.nnodes == 1 else JoinCredentials.load(config)
     with ExitStack() as resources:
-        return _prepare(config, resources)
+        prepared = _prepare(config, resources)
+    if credentials is None:
+        return prepared
+    return dataclasses.replace(prepared, leader=new_leader(config, credentials, prepared.server.checkpoint))
 
 
 def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
@@ -227,29 +235,11 @@ def _scheduler_config(config: ServeConfig, tenants: TenantLimitsFile) -> Schedul
     )
 
 
-def _unpack_tokenizer(path: Path, resources: ExitStack) -> Path:
-    """Writes the tokenizer of a GGUF file into a directory, since service and worker read one from there."""
-    # Errors about the tokenizer's files then contain the name of the model's file.
-    directory = resources.enter_context(private_directory()) / path.name
-    directory.mkdir()
-    write_tokenizer(path, directory)
-    return directory
-
-
-def _convert_tokenizer(path: Path, resources: ExitStack) -> ConvertedTokenizer | None:
-    """Converts a tekken.json or tokenizer.model to a tokenizer.json, which service and worker read. None if the
-    directory ``path`` has one."""
-    if (path / TOKENIZER).exists():
-        return None
-    return convert_tokenizer(path, resources.enter_context(private_directory()))
-
-
 def _read_tokenizer(
     path: Path, config: ServeConfig, num_rows: int, resources: ExitStack
 ) -> tuple[Path, Callable[[], Tokenizer], TokenizerFacts]:
     """Returns where the model's tokenizer is, perhaps unpacked or converted, and what ``_find_tokenizer`` returns."""
-    tokenizer = path if path.is_dir() else _unpack_tokenizer(path, resources)
-    converted = _convert_tokenizer(tokenizer, resources)
+    tokenizer, converted = place_tokenizer(path, resources)
     load_tokenizer, facts = _find_tokenizer(tokenizer, config, num_rows, converted)
     if converted is not None:
         tokenizer = converted.file.parent
@@ -325,9 +315,10 @@ def _worker_config(
     device = config.device
     if device == "auto":
         device = "cpu" if config.backend == "cpu" else machine.default_device()[0]
-    if device == "cuda" and config.tensor_parallel_size > max(1, len(machine.gpus)):
+    if device == "cuda" and config.ranks_per_node > max(1, len(machine.gpus)):
+        here = "" if config.nnodes == 1 else f", {config.ranks_per_node} of them on this host"
         raise ModelError(
-            f"--tensor-parallel-size {config.tensor_parallel_size}: each rank needs a GPU, and this machine has "
+            f"--tensor-parallel-size {config.tensor_parallel_size}: each rank needs a GPU{here}, and this machine has "
             f"{len(machine.gpus)}"
         )
     if config.threads is not None and config.threads > machine.topology.num_usable:
@@ -377,4 +368,5 @@ def _worker_config(
         log_format=config.log_format,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
+        meeting=Meeting(interface=config.collective_interface or ""),
     )

@@ -38,6 +38,8 @@ from penstock.service.config.addresses import ADMIN_FLAG, Address, ListenError
 from penstock.service.config.command_line import PROGRAM, parse_config
 from penstock.service.config.flags import ConfigError
 from penstock.service.config.serve_config import ServeConfig
+from penstock.service.hosts.command import follow
+from penstock.service.hosts.leader import open_leader
 from penstock.service.text.tokenizer_config import TokenizerError
 
 USAGE_ERROR = 2
@@ -75,6 +77,10 @@ def serve(argv: list[str], lifeline: int | None = None, worker: Spawned | None =
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     # The tokenizer's own threads would compete with the worker for the cores, and the service has a thread pool.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if config.node_rank > 0:
+        if worker is not None:
+            worker.drop()  # the leader decides when ranks start
+        return follow(config)
     try:
         prepared = prepare(config)
         _report(config, logging.INFO, f"loading {config.model} ...")
@@ -83,7 +89,7 @@ def serve(argv: list[str], lifeline: int | None = None, worker: Spawned | None =
             _reserved(prepared.server),
             asyncio.Runner(loop_factory=_new_loop) as runner,
         ):
-            return runner.run(_Life(prepared, worker).run(lifeline))
+            return runner.run(_Life(config, prepared, worker).run(lifeline))
     except _REFUSALS as error:
         _report(config, logging.CRITICAL, str(error))
         return 1
@@ -119,9 +125,10 @@ def end_process(status: int) -> NoReturn:
 class _Life:
     """The service, from the start of its worker until it stops."""
 
-    def __init__(self, prepared: Prepared, worker: Spawned | None) -> None:
+    def __init__(self, config: ServeConfig, prepared: Prepared, worker: Spawned | None) -> None:
+        self._config = config
         self._prepared = prepared
-        self._engine = Engine(new_executor(prepared.worker, worker), prepared.server.scheduler)
+        self._engine = Engine(new_executor(prepared.worker, worker, prepared.leader), prepared.server.scheduler)
         self._server = Server(
             prepared.server, self._engine, prepared.load_tokenizer, prepared.http, prepared.status_page
         )
@@ -136,9 +143,15 @@ class _Life:
             loop.add_signal_handler(signal.SIGHUP, self._server.file_watch.check_now)
         if lifeline is not None:
             loop.add_reader(lifeline, self._on_lifeline, lifeline)
-        if not await self._server.run(self._on_start):
-            return 128 + self._server.stop_signal
-        return int(self._has_failed)
+        leader = self._prepared.leader
+        try:
+            if leader is not None:
+                _report(self._config, logging.INFO, await open_leader(leader, self._config))
+            has_served = await self._server.run(self._on_start)
+        finally:
+            if leader is not None:
+                await leader.close()
+        return int(self._has_failed) if has_served else 128 + self._server.stop_signal
 
     def _on_start(self, bound: str) -> None:
         self._engine.watch(self._on_state)

@@ -15,6 +15,7 @@ from penstock.service.config.access_flags import AccessFlags
 from penstock.service.config.contracts import read_contracts
 from penstock.service.config.flag_checks import check_identity, check_listeners, check_memory, check_texts, host_port
 from penstock.service.config.flags import ConfigError, check, flag
+from penstock.service.config.host_flags import HostFlags, check_hosts
 from penstock.service.config.kv_events import KvEventsConfig, parse_kv_events
 from penstock.service.config.speculative import choose_speculation
 
@@ -22,7 +23,7 @@ _DEVICE = re.compile("auto|cpu|cuda(:[0-9]{1,3})?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(AccessFlags):
+class ServeConfig(HostFlags, AccessFlags):
     """The flags of ``penstock serve``. Raises ConfigError if a value is out of bounds."""
 
     device: str = flag(
@@ -180,6 +181,7 @@ class ServeConfig(AccessFlags):
         check_identity(self)
         check_texts(self)
         check_memory(self)
+        check_hosts(self)
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"--device: must be auto, cpu, cuda or cuda:N; it is {self.device!r}")
         if self.tensor_parallel_size > 1 and ":" in self.device:
@@ -189,6 +191,11 @@ class ServeConfig(AccessFlags):
             )
         if not self.model:
             raise ConfigError("MODEL: is empty; give a directory, a GGUF file, an id on the Hugging Face Hub, or demo")
+
+    @property
+    def ranks_per_node(self) -> int:
+        """The number of ranks on each host."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size // self.nnodes
 
     @property
     def address(self) -> str:
