@@ -87,10 +87,10 @@ def join(config: WorkerConfig) -> TensorParallel:
     _choose_interface(config.meeting)
     stage = f"stage-{config.pipeline_parallel_rank}"
     with _peers():
-        where = {"init_method": f"file://{config.meeting.directory}/ranks-{stage}"}
         distributed.init_process_group(
             "nccl" if on_gpu else "gloo",
-            **(where if on_one_host else {"store": distributed.PrefixStore(stage, _store(config.meeting))}),
+            init_method=f"file://{config.meeting.directory}/ranks-{stage}" if on_one_host else None,
+            store=None if on_one_host else distributed.PrefixStore(stage, _store(config.meeting)),
             rank=rank,
             world_size=size,
             timeout=TIMEOUT if on_one_host else LOADING_TIMEOUT,

@@ -62,14 +62,16 @@ def settled(config: WorkerConfig, facts: WorkerFacts) -> WorkerConfig:
     )
 
 
-def same_facts(first: WorkerFacts | None, facts: WorkerFacts) -> WorkerFacts:
+def same_facts(first: WorkerFacts | None, facts: WorkerFacts, *, is_elsewhere: bool = False) -> WorkerFacts:
     """Returns the facts of the first worker, or those of a new one if it is the first. Raises ExecutorError if they
-    differ, except for measurements."""
+    differ, except for measurements. ``is_elsewhere``: the new one may be on a host with another number of threads."""
     if first is None:
         return facts
     facts = msgspec.structs.replace(
         facts, copy_us_per_block=first.copy_us_per_block, measured_steps=first.measured_steps
     )
+    if is_elsewhere:
+        facts = msgspec.structs.replace(facts, num_threads=first.num_threads)
     if facts == first:
         return facts
     now, then = msgspec.structs.asdict(facts), msgspec.structs.asdict(first)

@@ -1,5 +1,5 @@
-"""Frames between the service and its workers, and between hosts: length, kind, and a typed msgpack body. Nothing is ever
-unpickled: each kind decodes into one declared type."""
+"""Frames between the service and its workers, and between hosts: length, kind, and a typed msgpack body. Nothing is
+ever unpickled: each kind decodes into one declared type."""
 
 import contextlib
 import select

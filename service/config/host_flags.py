@@ -126,7 +126,7 @@ def check_interface(name: str | None) -> None:
 
 def read_networks(text: str | None) -> tuple[IPv4Network | IPv6Network, ...]:
     """Returns the networks of --join-allow. Raises ConfigError."""
-    networks = []
+    networks: list[IPv4Network | IPv6Network] = []
     for part in (text or "").split(","):
         if not part.strip():
             continue

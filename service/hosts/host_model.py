@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from penstock.clients.host.cpu.thread_placement import CannotPin, place_threads
+from penstock.clients.host.cpu.thread_placement import CannotPin, ThreadPlacement, place_threads
 from penstock.clients.host.machine import Machine
 from penstock.models.checkpoint.checkpoint import resolve_model
 from penstock.models.checkpoint.digest import CheckpointDigest, digest_checkpoint
@@ -41,24 +41,21 @@ class LocalModel:
     tokenizer: Path
     digest: CheckpointDigest
     choices: HostChoices
-    machine: Machine
+    num_threads: int
+    placement: ThreadPlacement
+    max_memory_bytes: int
 
     def configure(self, config: WorkerConfig) -> WorkerConfig:
         """Returns the config with this host's paths, threads, memory, interface and format of logs."""
-        num_threads = self.choices.threads or self.machine.topology.num_threads()
-        try:
-            placement = place_threads(self.machine.topology, num_threads, self.choices.cpu_pinning)
-        except CannotPin as error:
-            raise ModelError(str(error)) from error
         return replace(
             config,
             model=str(self.path.resolve() if self.path.is_dir() else self.path.absolute()),
             tokenizer=None if config.tokenizer is None else str(self.tokenizer.resolve()),
-            num_threads=num_threads,
+            num_threads=self.num_threads,
             cpu_pinning=self.choices.cpu_pinning,
-            thread_cpus=placement.cpus,
-            thread_nodes=placement.nodes,
-            max_memory_bytes=self.machine.available_bytes,
+            thread_cpus=self.placement.cpus,
+            thread_nodes=self.placement.nodes,
+            max_memory_bytes=self.max_memory_bytes,
             meeting=replace(config.meeting, interface=self.choices.collective_interface or ""),
             log_format=self.choices.log_format,
         )
@@ -79,7 +76,11 @@ def find_local_model(served: ServedModel, choices: HostChoices, machine: Machine
         if converted is not None:
             tokenizer = converted.file.parent
         digest = digest_checkpoint(path, tokenizer, has_weights=served.has_weights)
+        num_threads = choices.threads or machine.topology.num_threads()
+        placement = place_threads(machine.topology, num_threads, choices.cpu_pinning)
+    except CannotPin as error:
+        raise ModelError(str(error)) from error
     except (ModelError, TokenizerError) as error:
         hint = "" if own else "; if this host has the model elsewhere, give --model"
         raise ModelError(f"{error}{hint}") from error
-    return LocalModel(path, tokenizer, digest, choices, machine)
+    return LocalModel(path, tokenizer, digest, choices, num_threads, placement, machine.available_bytes)

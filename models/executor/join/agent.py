@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.models.errors import ModelError
 from penstock.models.executor.join.hosted_rank import HostedRank
-from penstock.models.executor.join.link import MAX_UNPROVEN_BYTES, JoinLink, LinkLost, printable, tune
+from penstock.models.executor.join.link import LINGER_S, MAX_UNPROVEN_BYTES, JoinLink, LinkLost, printable, tune
 from penstock.models.executor.join.listener import tls_problem
 from penstock.models.executor.join.refusal import JoinRefused
 from penstock.models.executor.join.token import AGENT, LEADER, is_proven, prove
@@ -99,13 +99,13 @@ class HostAgent:
             except JoinRefused as refusal:
                 if refusal.is_final:
                     raise
-                problem = f"refused: {refusal}"
+                problem = str(refusal)
             except (LinkLost, WireError) as error:
-                problem = f"lost: {error}"
+                problem = f"the leader {self._settings} is lost: {error}"
             except TimeoutError:
-                problem = f"does not answer within {CONNECT_S:.0f} s"
+                problem = f"the leader {self._settings} does not answer within {CONNECT_S:.0f} s"
             except OSError as error:
-                problem = f"cannot be reached: {error.strerror or error}"
+                problem = f"the leader {self._settings} cannot be reached: {error.strerror or error}"
             self._log(problem)
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(2 * delay, MAX_DELAY_S)
@@ -115,7 +115,7 @@ class HostAgent:
         now = time.monotonic()
         if problem != text or now - said_at > REPEAT_S:
             self._said = problem, now
-            logger.warning("the leader %s: %s; trying again", self._settings, problem)
+            logger.warning("%s; trying again", problem)
 
     async def _join(self) -> tuple[JoinLink, JoinWelcome]:
         """Connects and shows that it may join. Raises JoinRefused, LinkLost, WireError and OSError."""
@@ -133,6 +133,11 @@ class HostAgent:
                 link.drop("it did not welcome this agent")
                 if isinstance(error.__cause__, ssl.SSLError):
                     raise self._no_tls(error.__cause__) from error
+                if (
+                    settings.tls is not None
+                ):  # in TLS 1.3, the leader checks this host's certificate after the handshake
+                    hint = "perhaps it refuses the certificate of --join-tls-cert; its log has the reason"
+                    raise LinkLost(f"it ended the TLS connection before it answered: {hint}") from error
                 raise
             except BaseException:
                 link.drop("it did not welcome this agent")
@@ -145,6 +150,9 @@ class HostAgent:
         if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
             hint = "the leader does not use TLS: give --join-tls-ca, -cert and -key to both or to neither"
         return JoinRefused(f"the leader {self._settings}: no TLS connection: {tls_problem(error)}; {hint}")
+
+    def _refused(self, reason: str, *, is_final: bool = True) -> JoinRefused:
+        return JoinRefused(f"the leader {self._settings} refused: {printable(reason, 500)}", is_final=is_final)
 
     async def _greet(self, link: JoinLink) -> JoinWelcome:
         settings, token = self._settings, self._settings.token
@@ -161,7 +169,7 @@ class HostAgent:
         )
         link.send_preamble()
         link.send(FrameKind.HELLO, hello)
-        challenge = await _next(link, FrameKind.CHALLENGE)
+        challenge = await self._next(link, FrameKind.CHALLENGE)
         assert isinstance(challenge, JoinChallenge), "declared so"
         nonce, is_leader = challenge.nonce, token is None and not challenge.proof
         if token is not None:
@@ -169,12 +177,22 @@ class HostAgent:
         own_proof = prove(token, AGENT, hello, nonce) if token is not None and is_leader else b""
         link.send(FrameKind.PROOF, JoinProof(own_proof, has_token=token is not None))
         if not is_leader:
-            # What it answers is not read, as it may be a stranger; it gets the time to read the last frame.
-            await link.end_after(FrameKind.ALIVE, None)
-            raise JoinRefused(f"the leader {settings}: {_token_problem(token, challenge)}")
-        welcome = await _next(link, FrameKind.WELCOME)
+            # It may be a stranger, so its own reason does not count. It has to read the last frame first.
+            with contextlib.suppress(TimeoutError, LinkLost, WireError):
+                async with asyncio.timeout(LINGER_S):
+                    await link.expect(FrameKind.REFUSED, limit=MAX_UNPROVEN_BYTES)
+            raise self._refused(_token_problem(token, challenge))
+        welcome = await self._next(link, FrameKind.WELCOME)
         assert isinstance(welcome, JoinWelcome), "declared so"
         return welcome
+
+    async def _next(self, link: JoinLink, kind: FrameKind) -> object:
+        """Returns the body of the next frame, which must be of this kind. Raises JoinRefused if the leader refuses."""
+        found, body = await link.expect(kind, FrameKind.REFUSED, limit=MAX_UNPROVEN_BYTES)
+        if isinstance(body, JoinRefusal):
+            raise self._refused(body.reason, is_final=body.is_final)
+        assert found is kind, "``expect`` allows no other"
+        return body
 
     async def _serve(self, link: JoinLink, welcome: JoinWelcome) -> None:
         """Runs ranks until the leader is lost. Raises JoinRefused, LinkLost and WireError."""
@@ -194,7 +212,7 @@ class HostAgent:
                         rank = body
                     case FrameKind.REFUSED:
                         assert isinstance(body, JoinRefusal), "declared so"
-                        raise JoinRefused(printable(body.reason, 500), is_final=body.is_final)
+                        raise self._refused(body.reason, is_final=body.is_final)
                     case FrameKind.CONFIG if rank not in ranks:
                         config = self._configured(welcome, link, rank, body)
                         ranks[rank] = HostedRank(link, rank, config)
@@ -237,18 +255,22 @@ async def _in_daemon(find: Callable[[], HostModel]) -> HostModel:
     loop = asyncio.get_running_loop()
     found: asyncio.Future[HostModel] = loop.create_future()
 
-    def settle(model: HostModel | None, error: Exception | None) -> None:
-        if not found.done():  # the waiter may have been cancelled
-            found.set_exception(error) if model is None else found.set_result(model)
+    def settle(model: HostModel | Exception) -> None:
+        if found.done():  # the waiter was cancelled
+            return
+        if isinstance(model, Exception):
+            found.set_exception(model)
+        else:
+            found.set_result(model)
 
     def run() -> None:
-        model, problem = None, None
+        model: HostModel | Exception
         try:
             model = find()
         except Exception as error:
-            problem = error
+            model = error
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, model, problem)
+            loop.call_soon_threadsafe(settle, model)
 
     threading.Thread(target=run, name="model files", daemon=True).start()
     return await found
@@ -256,16 +278,7 @@ async def _in_daemon(find: Callable[[], HostModel]) -> HostModel:
 
 def _token_problem(token: bytes | None, challenge: JoinChallenge) -> str:
     if token is None:
-        return "it has a token, and this agent has none: give --join-token-file to both or to neither"
+        return "the agent has no token, and the leader has one: give --join-token-file to both or to neither"
     if not challenge.proof:
-        return "it has no token, and this agent has one: give --join-token-file to both or to neither"
+        return "the agent has a token, and the leader has none: give --join-token-file to both or to neither"
     return "wrong token: --join-token-file must have the same content on both hosts"
-
-
-async def _next(link: JoinLink, kind: FrameKind) -> object:
-    """Returns the body of the next frame, which must be of this kind. Raises JoinRefused if the leader refuses."""
-    found, body = await link.expect(kind, FrameKind.REFUSED, limit=MAX_UNPROVEN_BYTES)
-    if isinstance(body, JoinRefusal):
-        raise JoinRefused(printable(body.reason, 500), is_final=body.is_final)
-    assert found is kind, "``expect`` allows no other"
-    return body

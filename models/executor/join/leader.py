@@ -147,7 +147,8 @@ class Leader:
         except LinkLost as error:
             self._note_refusal(host, str(error))
         except OSError as error:
-            self._note_refusal(host, f"no connection: {tls_problem(error)}")
+            kind = "connection" if self._settings.tls is None else "TLS connection"
+            self._note_refusal(host, f"no {kind}: {tls_problem(error)}")
         finally:
             if link is not None:
                 link.drop("this connection is over")
@@ -168,7 +169,9 @@ class Leader:
         if preamble != PREAMBLE:
             is_ours = preamble.startswith(PREAMBLE.partition(b"/")[0])
             raise JoinRefused(
-                "other version: its penstock joins in another way" if is_ours else "it is not an agent of penstock"
+                "other version: the agent's penstock joins in another way"
+                if is_ours
+                else "it is not an agent of penstock"
             )
         _, hello = await link.expect(FrameKind.HELLO, limit=MAX_UNPROVEN_BYTES)
         assert isinstance(hello, AgentHello), "declared so"
@@ -178,9 +181,13 @@ class Leader:
         _, shown = await link.expect(FrameKind.PROOF, limit=MAX_UNPROVEN_BYTES)
         assert isinstance(shown, JoinProof), "declared so"
         if token is None and shown.has_token:
-            raise JoinRefused("it has a token, and this leader has none: give --join-token-file to both or to neither")
+            raise JoinRefused(
+                "the agent has a token, and the leader has none: give --join-token-file to both or to neither"
+            )
         if token is not None and not shown.has_token:
-            raise JoinRefused("it has no token, and this leader has one: give --join-token-file to both or to neither")
+            raise JoinRefused(
+                "the agent has no token, and the leader has one: give --join-token-file to both or to neither"
+            )
         if token is not None and not is_proven(token, AGENT, hello, nonce, shown.proof):
             raise JoinRefused("wrong token: --join-token-file must have the same content on both hosts")
         return hello
@@ -225,12 +232,13 @@ class Leader:
         settings = self._settings
         if hello.version != settings.version:
             raise JoinRefused(
-                f"other version: it has penstock {printable(hello.version, 32)}, and the leader {settings.version}"
+                f"other version: the agent has penstock {printable(hello.version, 32)}, and the leader "
+                f"{settings.version}"
             )
         for flag, value in hello.settings.items():
             if settings.settings.get(flag) != value:
                 raise JoinRefused(
-                    f"other configuration: {printable(flag, 64)} is {printable(value, 64)} there, and "
+                    f"other configuration: {printable(flag, 64)} is {printable(value, 64)} on the agent's host, and "
                     f"{settings.settings.get(flag, 'unknown')} on the leader"
                 )
         if hello.node_rank >= self.num_nodes or hello.node_rank == 0 or hello.node_rank < -1:
@@ -241,8 +249,8 @@ class Leader:
         others = {node.link.local_host for node in self.nodes if node.link and node.identity != hello.identity}
         if others and link.local_host not in others:
             raise JoinRefused(
-                f"it joined at the leader's address {link.local_host}, and others at {', '.join(others)}: ranks meet "
-                "at one address, so join all at the same one",
+                f"the agent joined at the leader's address {link.local_host}, and others at {', '.join(others)}: ranks "
+                "meet at one address, so join all at the same one",
                 is_final=False,
             )
         own = next((node for node in self.nodes if node.identity == hello.identity), None)
@@ -263,13 +271,13 @@ class Leader:
 
     def _check_model(self, report: ModelReport) -> None:
         if report.problem:
-            raise JoinRefused(f"it cannot use the model: {printable(report.problem, 500)}")
+            raise JoinRefused(f"the agent cannot use the model: {printable(report.problem, 500)}")
         digests = (report.config, report.weights, report.tokenizer)
         names = ("config.json", "weights", "tokenizer")
         other = [name for name, own, theirs in zip(names, self._settings.digest, digests, strict=True) if own != theirs]
         if other:
             raise JoinRefused(
-                f"other weights: the model's {' and '.join(other)} on that host and on the leader's are not the same"
+                f"other weights: the model's {' and '.join(other)} on the agent's host and on the leader's differ"
             )
 
     async def _receive(self, node: JoinedNode, link: JoinLink) -> None:

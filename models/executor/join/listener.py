@@ -80,7 +80,7 @@ class JoinListener:
         link = JoinLink(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
         if is_tls == (self._tls is not None):
             return link, None
-        uses = "it uses TLS, and this leader does not" if is_tls else "it does not use TLS, and this leader does"
+        uses = "the agent uses TLS, and the leader does not" if is_tls else "the agent uses no TLS, and the leader does"
         return link, JoinRefused(f"{uses}: give --join-tls-ca, -cert and -key to both or to neither")
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -121,6 +121,8 @@ def tls_problem(error: OSError) -> str:
         return error.verify_message or "the certificate cannot be verified"
     if isinstance(error, ssl.SSLError) and error.reason:
         return error.reason.lower().replace("_", " ")
+    if isinstance(error, ConnectionError):
+        return "the other side ended it; its log has the reason"
     return error.strerror or str(error) or type(error).__name__
 
 

@@ -117,7 +117,7 @@ class RemoteWorker:
         config = self._config if meeting is None else msgspec.structs.replace(self._config, meeting=meeting)
         run.send(encode_frame(FrameKind.CONFIG, config))
         try:
-            facts = same_facts(self._facts, await run.facts)
+            facts = same_facts(self._facts, await run.facts, is_elsewhere=True)
         except BaseException:
             await self.stop()
             raise

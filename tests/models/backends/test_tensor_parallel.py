@@ -235,7 +235,7 @@ def test_the_cpu_backend_refuses_several_ranks(tiny_model, worker_config):
 
 def test_ranks_have_a_gpu_each_and_share_a_host(tmp_path):
     config = WorkerConfig(str(tmp_path), device="cuda", num_threads=5, max_memory_bytes=100, tensor_parallel_size=2)
-    group = new_executor(config)
+    group: Any = new_executor(config)
     assert isinstance(group, WorkerGroup)
     first, second = (worker._config for worker in group._workers)
     assert (first.device, second.device) == ("cuda:0", "cuda:1")
@@ -249,7 +249,7 @@ async def test_a_rank_is_killed_amid_8_streams(tiny_model, worker_config, in_pro
     greedy = SamplingParams(temperature=0.0)
     whole = await start_engine(in_process(path))
     expected = [answer.token_ids for answer in await whole.run(prompts, greedy, 40)]
-    group = WorkerGroup(worker_config(path, tensor_parallel_size=2))
+    group: Any = WorkerGroup(worker_config(path, tensor_parallel_size=2))
     engine = await start_engine(group)
     pids = [worker.pid for worker in group._workers]
     assert group._directory.stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,183 @@
+"""What ends on another host ends the group; the next start has the other host again, with its own agent or another."""
+
+import asyncio
+import os
+import signal
+from contextlib import ExitStack
+from typing import Any
+
+import psutil
+import pytest
+from hosts.agents import TOKEN, agent_process, leader_settings
+from hosts.cut_proxy import CutProxy
+from waiting import until
+
+from penstock.models.executor.group import WorkerGroup
+from penstock.models.executor.join import link as link_module
+from penstock.models.executor.join.leader import Leader
+from penstock.scheduler.executor import ExecutorError
+from penstock.scheduler.plan import StepPlan
+from penstock.scheduler.worker_config import WorkerConfig
+
+PLAN = StepPlan(0, [], [], [], [], [])
+SILENCE_S = 2.5
+
+
+class Hosts:
+    """Two ranks without a model, one of them on another host: an agent, behind a network that can be cut."""
+
+    def __init__(self, stack):
+        self.stack = stack
+        self.leader = Leader(leader_settings())
+        self.group = WorkerGroup(WorkerConfig(model="none", tensor_parallel_size=2), self.leader)
+        self.network = CutProxy()
+
+    async def start(self):
+        await self.leader.open()
+        self.port = await self.network.start(self.leader.port)
+        self.start_agent()
+        await self.group.start()
+
+    def start_agent(self):
+        self.agent = self.stack.enter_context(agent_process(self.port, SILENCE_S))
+
+    def rank(self):
+        [process] = psutil.Process(self.agent.pid).children()
+        return process
+
+    async def end(self):
+        """The error with which the group ends."""
+        with pytest.raises(ExecutorError) as caught:
+            await anext(self.group.results())
+        with pytest.raises(ExecutorError):
+            self.group.submit(PLAN)
+        return caught.value
+
+    async def restart(self):
+        await self.group.stop()
+        await self.group.start()
+        self.group.submit(PLAN)
+        assert (await anext(self.group.results())).step == PLAN.step
+
+
+@pytest.fixture
+async def hosts(without_model, monkeypatch):
+    without_model()
+    monkeypatch.setattr(link_module, "MAX_SILENCE_S", SILENCE_S)
+    with ExitStack() as stack:
+        hosts = Hosts(stack)
+        try:
+            await hosts.start()
+            yield hosts
+        finally:
+            await hosts.group.stop()
+            await hosts.leader.close()
+            await hosts.network.stop()
+
+
+async def test_a_rank_on_another_host_that_dies_or_stops_is_named(hosts):
+    rank = hosts.rank()
+    rank.kill()
+    error = await hosts.end()
+    assert str(error).startswith("rank 1: node rank 1 (127.0.0.1): the worker was ended by SIGKILL")
+    assert not error.blames_step
+    await hosts.restart()
+    assert hosts.rank().pid != rank.pid
+    hosts.rank().suspend()
+    assert str(await hosts.end()) == "rank 1: node rank 1 (127.0.0.1): the worker was stopped by a signal"
+    await hosts.restart()
+    assert hosts.network.num_connections == 1
+
+
+async def test_an_agent_that_dies_or_stops_is_replaced(hosts):
+    rank = hosts.rank()
+    hosts.agent.kill()
+    assert "rank 1: node rank 1 (127.0.0.1): the agent is lost: it closed the connection" in str(await hosts.end())
+    hosts.start_agent()
+    await hosts.restart()
+    assert not rank.is_running()
+    rank = hosts.rank()
+    os.kill(hosts.agent.pid, signal.SIGSTOP)
+    assert "the agent is lost: it sent nothing for" in str(await hosts.end())
+    restarting = asyncio.create_task(hosts.restart())
+    await until(lambda: not hosts.leader.nodes[0].is_ready)
+    os.kill(hosts.agent.pid, signal.SIGCONT)
+    await restarting  # the same agent takes its place again
+    assert not rank.is_running()
+
+
+async def test_a_network_that_is_cut_and_healed_ends_the_group_once(hosts):
+    rank = hosts.rank()
+    hosts.network.cut()
+    assert "the agent is lost: it sent nothing for" in str(await hosts.end())
+    await asyncio.to_thread(rank.wait)  # the agent has seen it too
+    restarting = asyncio.create_task(hosts.restart())
+    hosts.network.heal()
+    await restarting
+
+
+async def test_an_agent_that_is_ended_ends_its_rank_at_once(hosts):
+    rank = hosts.rank()
+    hosts.agent.terminate()
+    assert "it closed the connection" in str(await hosts.end())
+    await asyncio.to_thread(rank.wait)
+
+
+async def test_a_leader_that_ends_ends_the_ranks_of_other_hosts(hosts):
+    rank = hosts.rank()
+    await hosts.leader.close()
+    await asyncio.to_thread(rank.wait)
+    assert hosts.agent.poll() is None  # it waits for another leader
+
+
+async def test_a_step_that_takes_too_long_ends_the_ranks_everywhere(hosts):
+    rank = hosts.rank()
+    hosts.group.kill("a step took 31 s")
+    error = await hosts.end()
+    assert str(error) == "a step took 31 s"
+    assert error.blames_step
+    await hosts.restart()
+    assert not rank.is_running()
+
+
+async def test_a_refusal_of_another_host_is_named(without_model):
+    without_model(refuse="if config.tensor_parallel_rank: raise ModelError('--device cuda:0: cannot be used')")
+    leader = Leader(leader_settings())
+    await leader.open()
+    group: Any = WorkerGroup(WorkerConfig(model="none", tensor_parallel_size=2), leader)
+    try:
+        with agent_process(leader.port, SILENCE_S), pytest.raises(ExecutorError) as caught:
+            await group.start()
+        assert str(caught.value) == "node rank 1 (127.0.0.1): --device cuda:0: cannot be used"
+    finally:
+        await leader.close()
+
+
+async def test_a_host_has_consecutive_ranks(without_model):
+    without_model(
+        refuse="assert (config.device, config.num_threads) == (f'cuda:{config.tensor_parallel_rank % 2}', 2), config"
+    )
+    leader = Leader(leader_settings(ranks_per_node=2))
+    await leader.open()
+    group: Any = WorkerGroup(WorkerConfig(model="none", tensor_parallel_size=4, device="cuda", num_threads=4), leader)
+    try:
+        with agent_process(leader.port, SILENCE_S) as agent:
+            await group.start()
+            assert len(psutil.Process(agent.pid).children()) == 2
+            assert [worker._rank for worker in group._workers[2:]] == [2, 3]
+            await group.stop()
+            assert psutil.Process(agent.pid).children() == []
+    finally:
+        await leader.close()
+
+
+async def test_a_start_without_the_other_host_fails_after_the_timeout(without_model):
+    without_model()
+    leader = Leader(leader_settings(timeout_s=0.3, token=TOKEN))
+    await leader.open()
+    group: Any = WorkerGroup(WorkerConfig(model="none", tensor_parallel_size=2), leader)
+    try:
+        with pytest.raises(ExecutorError, match=r"not all hosts joined within 0.3 s .*: node rank 1: it never came"):
+            await group.start()
+    finally:
+        await leader.close()

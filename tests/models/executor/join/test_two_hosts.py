@@ -1,0 +1,97 @@
+"""A model whose ranks run on two hosts, as far as they know, gives the tokens of one process, also when a rank there or
+the host is lost."""
+
+import os
+import signal
+from contextlib import ExitStack
+
+import psutil
+import pytest
+from hosts.agents import TOKEN, leader_settings, worker_command
+from waiting import until, wait_until
+
+from penstock.clients.host.distribution import installed_version
+from penstock.models.backends.distributed import interface_to
+from penstock.models.checkpoint.digest import digest_checkpoint
+from penstock.models.executor.group import WorkerGroup
+from penstock.models.executor.join.leader import Leader
+from penstock.models.executor.join_messages import ServedModel
+from penstock.scheduler.engine_stats import EngineState
+from penstock.scheduler.plan import SamplingParams
+from penstock.scheduler.request import EngineFinishReason
+
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, top_k=100, seed=2**63 + 11)
+
+
+async def test_a_rank_and_then_a_host_are_lost_amid_8_streams(
+    tiny_model, worker_config, in_process, start_engine, prompts, tmp_path, caplog
+):
+    path = tiny_model("llama").path
+    (tmp_path / "token").write_bytes(TOKEN.hex().encode())
+    whole = await start_engine(in_process(path))
+    kinds = [GREEDY, SAMPLED] * 4
+    alone = [whole.submit(prompt, kind, 60) for prompt, kind in zip(prompts, kinds, strict=True)]
+    await whole.finish(alone)
+    settings = leader_settings(
+        version=installed_version(),
+        model=ServedModel(str(path)),
+        digest=digest_checkpoint(path, path, has_weights=True),
+        token=TOKEN.hex().encode(),
+    )
+    leader = Leader(settings)
+    await leader.open()
+    try:
+        with ExitStack() as stack:
+            arguments = (f"localhost:{leader.port}", tmp_path / "token", tmp_path / "log", "--threads=1")
+            agent = stack.enter_context(worker_command(*arguments))
+            engine = await start_engine(WorkerGroup(worker_config(path, tensor_parallel_size=2), leader))
+            assert engine.engine.facts.tensor_parallel_size == 2
+            answers = [engine.submit(prompt, kind, 60) for prompt, kind in zip(prompts, kinds, strict=True)]
+            await until(lambda: len(answers[0].token_ids) > 5)
+            [rank] = psutil.Process(agent.pid).children()
+            rank.kill()
+            await until(lambda: engine.engine.state is EngineState.RECOVERING)
+            await until(lambda: engine.engine.state is EngineState.SERVING)
+            await until(lambda: len(answers[0].token_ids) > 30)
+            agent.kill()
+            await until(lambda: engine.engine.state is EngineState.RECOVERING)
+            agent = stack.enter_context(worker_command(*arguments))
+            await engine.engine.wait_idle()
+            assert {answer.finished.reason for answer in answers} == {EngineFinishReason.LENGTH}
+            assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
+            assert engine.stats.restarts == 2
+            assert "rank 1: node rank 1 (127.0.0.1): the worker was ended by SIGKILL" in caplog.text
+            assert "the agent is lost: it closed the connection" in caplog.text
+            agent.send_signal(signal.SIGTERM)
+            assert agent.wait() == 0
+            await until(lambda: engine.engine.state is EngineState.RECOVERING)
+            await engine.engine.stop()
+    finally:
+        await leader.close()
+    log = (tmp_path / "log").read_text()
+    assert "joined localhost:" in log
+    assert "rank 1 has ended: the worker was ended by SIGKILL" in log
+    assert "Traceback" not in log
+
+
+def test_the_interface_is_the_one_that_routes_there():
+    assert interface_to("127.0.0.1") == "lo"
+    assert interface_to("host.invalid") == ""
+
+
+def test_a_worker_that_is_refused_ends_with_status_1_and_the_reason(tmp_path):
+    (tmp_path / "token").write_bytes(b"short")
+    with worker_command("127.0.0.1:1", tmp_path / "token", tmp_path / "log") as process:
+        assert process.wait() == 1
+    assert (tmp_path / "log").read_text().startswith("penstock worker: --join-token-file ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_that_waits_for_its_leader_ends_at_once(tmp_path, number):
+    (tmp_path / "token").write_bytes(TOKEN)
+    with worker_command("127.0.0.1:1", tmp_path / "token", tmp_path / "log") as process:
+        wait_until(lambda: "cannot be reached" in (tmp_path / "log").read_text())
+        os.kill(process.pid, number)
+        assert process.wait() == 0
+    assert "Traceback" not in (tmp_path / "log").read_text()

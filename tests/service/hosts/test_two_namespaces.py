@@ -1,0 +1,186 @@
+"""``penstock serve`` and ``penstock worker`` in two network namespaces, under 32 streams: whatever happens to the
+network or the other host, no token is lost, repeated or changed. Prints times."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hosts.agents import TOKEN, worker_command
+from hosts.namespaces import ADDRESSES, TwoHosts, missing
+from serve_process import PENSTOCK, serving
+
+from penstock.clients import AsyncClient
+
+pytestmark = pytest.mark.soak
+
+NUM_STREAMS, NUM_TOKENS = 32, 160
+PORT = 29501
+PLAIN = ("--backend=reference", "--dtype=float32", "--kv-cache-memory-bytes=128M", "--threads=1")
+PROMPTS = [f"Chapter {number}. The man who" for number in range(NUM_STREAMS)]
+
+
+@dataclass
+class Stream:
+    """One answer, and when its tokens came."""
+
+    token_ids: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+
+async def read(client: AsyncClient, number: int, stream: Stream) -> None:
+    sampling: dict[str, Any] = {"temperature": 0.0} if number % 2 else {"temperature": 0.9, "seed": number}
+    output = client.stream(PROMPTS[number], max_tokens=NUM_TOKENS, ignore_eos=True, **sampling)
+    async for delta in output:
+        stream.token_ids += delta.token_ids
+        stream.times.append(time.monotonic())
+
+
+async def streams_of(target: str, fault: Callable[[list[Stream]], Any] | None = None) -> list[Stream]:
+    """All streams at once, with a fault amid them."""
+    streams = [Stream() for _ in PROMPTS]
+    async with AsyncClient(target) as client:
+        reads = [asyncio.create_task(read(client, number, stream)) for number, stream in enumerate(streams)]
+        if fault is not None:
+            while min(len(stream.token_ids) for stream in streams) < 10:  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(0.01)
+            await fault(streams)
+        await asyncio.gather(*reads)
+    return streams
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """The tokens of one process."""
+    socket = f"unix:{tmp_path_factory.mktemp('one')}/socket"
+    with serving("--listen", socket, "--speculative-config=none", *PLAIN):
+        return [stream.token_ids for stream in asyncio.run(streams_of(socket))]
+
+
+@dataclass
+class Cluster:
+    """A leader in one namespace and an agent in the other."""
+
+    hosts: TwoHosts
+    target: str
+    leader_log: Path
+    stack: ExitStack
+    start_agent: Callable[[], Any]
+    agent: Any
+
+    @property
+    def agent_pid(self) -> int:
+        return int(self.agent.pid)
+
+    @property
+    def rank_pid(self) -> int:
+        [rank] = psutil.Process(self.agent_pid).children()
+        return int(rank.pid)
+
+
+@contextmanager
+def cluster_of(tmp_path: Path, **network: float) -> Iterator[Cluster]:
+    if reason := missing():
+        pytest.skip(reason)
+    (tmp_path / "token").write_text(TOKEN.hex())
+    (tmp_path / "token").chmod(0o600)
+    target, log = f"unix:{tmp_path}/socket", tmp_path / "leader.log"
+    with ExitStack() as stack:
+        hosts = TwoHosts(**network)
+        stack.callback(hosts.close)
+        token = f"--join-token-file={tmp_path / 'token'}"
+        where = (f"--master-addr={ADDRESSES[0]}", f"--master-port={PORT}", token)
+
+        def start_agent() -> Any:
+            address, log = f"{ADDRESSES[0]}:{PORT}", tmp_path / "agent.log"
+            prefix = hosts.prefix(1)
+            return stack.enter_context(worker_command(address, tmp_path / "token", log, "--threads=1", prefix=prefix))
+
+        agent = start_agent()
+        command = ("sh", "-c", f'exec "$@" 2>>{log}', "sh", *hosts.prefix(0), PENSTOCK, "serve")
+        ranks = ("--nnodes=2", "--tensor-parallel-size=2")
+        stack.enter_context(serving("--listen", target, *ranks, *where, *PLAIN, command=command))
+        yield Cluster(hosts, target, log, stack, start_agent, agent)
+
+
+def report(name: str, began: float, streams: list[Stream], cluster: Cluster) -> None:
+    """Prints how long streams stood still, and what the leader logged."""
+    gaps = [max(b - a for a, b in zip(s.times, s.times[1:], strict=False) if b > began) for s in streams]
+    last = max(stream.times[-1] for stream in streams)
+    sys.stdout.write(f"\n{name}: longest pause {max(gaps):.1f} s, all streams ended {last - began:.1f} s after it\n")
+    wanted = ("lost", "requests that wait", "another worker runs", "waiting for other hosts")
+    for line in cluster.leader_log.read_text().splitlines():
+        if any(word in line for word in wanted):
+            sys.stdout.write(f"    {line}\n")
+
+
+async def cut_for(cluster: Cluster, seconds: float) -> None:
+    cluster.hosts.cut()
+    await asyncio.sleep(seconds)
+    cluster.hosts.heal()
+
+
+async def kill_rank(cluster: Cluster) -> None:
+    os.kill(cluster.rank_pid, signal.SIGKILL)
+
+
+async def stop_rank(cluster: Cluster) -> None:
+    os.kill(cluster.rank_pid, signal.SIGSTOP)
+
+
+async def kill_agent(cluster: Cluster) -> None:
+    os.kill(cluster.agent_pid, signal.SIGKILL)
+    cluster.agent = cluster.start_agent()
+
+
+async def stop_agent(cluster: Cluster) -> None:
+    os.kill(cluster.agent_pid, signal.SIGSTOP)
+    await asyncio.sleep(20)
+    os.kill(cluster.agent_pid, signal.SIGCONT)
+
+
+FAULTS: dict[str, Callable[[Cluster], Any]] = {
+    "the link is cut for 2 s": lambda cluster: cut_for(cluster, 2),
+    "the link is cut for 60 s": lambda cluster: cut_for(cluster, 60),
+    "kill -9 of the rank": kill_rank,
+    "SIGSTOP of the rank": stop_rank,
+    "kill -9 of the agent": kill_agent,
+    "SIGSTOP of the agent for 20 s": stop_agent,
+}
+
+
+@pytest.mark.timeout(1200)
+def test_faults_lose_and_change_no_token(tmp_path, expected):
+    with cluster_of(tmp_path) as cluster:
+        assert [stream.token_ids for stream in asyncio.run(streams_of(cluster.target))] == expected
+        for name, fault in FAULTS.items():
+            began = 0.0
+
+            async def inject(streams: list[Stream], fault: Any = fault) -> None:
+                nonlocal began
+                began = time.monotonic()
+                await fault(cluster)
+
+            cluster.leader_log.write_text("")
+            streams = asyncio.run(streams_of(cluster.target, inject))
+            report(name, began, streams, cluster)
+            assert [stream.token_ids for stream in streams] == expected, name
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("network", [{"loss": 0.01}, {"delay_s": 0.025}], ids=["1 % loss", "50 ms round trip"])
+def test_a_bad_network_changes_no_token(tmp_path, expected, network):
+    with cluster_of(tmp_path, **network) as cluster:
+        began = time.monotonic()
+        streams = asyncio.run(streams_of(cluster.target))
+        report(str(network), began, streams, cluster)
+        assert [stream.token_ids for stream in streams] == expected
+        assert "is lost" not in cluster.leader_log.read_text()
