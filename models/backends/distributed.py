@@ -17,6 +17,7 @@ from datetime import timedelta
 import psutil
 import torch
 from torch import Tensor, distributed
+from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed has them too, but not for mypy
 from torch.nn import functional
 
 from penstock.models.backends.tensor_parallel import ALONE, PeerLost, TensorParallel
@@ -90,7 +91,7 @@ def join(config: WorkerConfig) -> TensorParallel:
         distributed.init_process_group(
             "nccl" if on_gpu else "gloo",
             init_method=f"file://{config.meeting.directory}/ranks-{stage}" if on_one_host else None,
-            store=None if on_one_host else distributed.PrefixStore(stage, _store(config.meeting)),
+            store=None if on_one_host else PrefixStore(stage, _store(config.meeting)),
             rank=rank,
             world_size=size,
             timeout=TIMEOUT if on_one_host else LOADING_TIMEOUT,
@@ -99,10 +100,10 @@ def join(config: WorkerConfig) -> TensorParallel:
     return Distributed(rank, size, device, None if on_one_host else STEP_TIMEOUT)
 
 
-def _store(meeting: Meeting) -> distributed.TCPStore:
+def _store(meeting: Meeting) -> TCPStore:
     """Connects to the store at which the ranks of several hosts meet, which is in rank 0's process."""
     is_master = meeting.store_descriptor >= 0
-    return distributed.TCPStore(
+    return TCPStore(
         meeting.host,
         meeting.store_port,
         is_master=is_master,

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -114,7 +115,8 @@ class WorkerGroup:
         ports: asyncio.Future[MeetingPorts] = asyncio.get_running_loop().create_future()
         first, *others = self._workers
         starts.append(asyncio.create_task(first.start(meeting, ports.set_result)))
-        await asyncio.wait([starts[0], ports], return_when=asyncio.FIRST_COMPLETED)
+        awaited: list[asyncio.Future[Any]] = [starts[0], ports]
+        await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         if not ports.done():
             await starts[0]
             raise ExecutorError("rank 0 reported no ports")

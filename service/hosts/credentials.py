@@ -4,6 +4,7 @@ import logging
 import os
 import ssl
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,10 +82,11 @@ def _new_context(ca: Path, cert: Path, key: Path, *, is_leader: bool) -> ssl.SSL
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_leader else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = ssl.CERT_REQUIRED
-    for file, load in (
+    loads: tuple[tuple[NamedFile, Callable[[], None]], ...] = (
         (NamedFile("--join-tls-ca", ca), lambda: context.load_verify_locations(ca)),
         (NamedFile("--join-tls-cert", cert), lambda: context.load_cert_chain(cert, key, password="")),
-    ):
+    )
+    for file, load in loads:
         file.read()
         try:
             load()

@@ -33,7 +33,7 @@ from penstock.models.executor.join_messages import (
     ServedModel,
 )
 from penstock.models.executor.rank import share_of_host
-from penstock.models.executor.wire import FrameKind, WireError
+from penstock.models.executor.wire import FrameKind, WireError, encode_frame
 from penstock.scheduler.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -168,13 +168,14 @@ class HostAgent:
             memory_bytes=settings.memory_bytes,
         )
         link.send_preamble()
-        link.send(FrameKind.HELLO, hello)
+        frame = encode_frame(FrameKind.HELLO, hello)
+        link.send_frame(frame)
         challenge = await self._next(link, FrameKind.CHALLENGE)
         assert isinstance(challenge, JoinChallenge), "declared so"
         nonce, is_leader = challenge.nonce, token is None and not challenge.proof
         if token is not None:
-            is_leader = is_proven(token, LEADER, hello, nonce, challenge.proof)
-        own_proof = prove(token, AGENT, hello, nonce) if token is not None and is_leader else b""
+            is_leader = is_proven(token, LEADER, frame, nonce, challenge.proof)
+        own_proof = prove(token, AGENT, frame, nonce) if token is not None and is_leader else b""
         link.send(FrameKind.PROOF, JoinProof(own_proof, has_token=token is not None))
         if not is_leader:
             # It may be a stranger, so its own reason does not count. It has to read the last frame first.
@@ -237,7 +238,8 @@ class HostAgent:
             except (ModelError, OSError) as error:
                 link.send(FrameKind.MODEL, ModelReport(problem=printable(str(error), 1000)))
                 return
-        link.send(FrameKind.MODEL, ModelReport(*self._models[served].digest))
+        config, weights, tokenizer = self._models[served].digest
+        link.send(FrameKind.MODEL, ModelReport(config, weights, tokenizer))
 
     def _configured(self, welcome: JoinWelcome, link: JoinLink, rank: int, config: object) -> WorkerConfig:
         """Returns the config of a rank with what this host decides. Raises WireError if the rank is another host's."""

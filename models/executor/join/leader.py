@@ -27,7 +27,7 @@ from penstock.models.executor.join_messages import (
     ModelReport,
     ServedModel,
 )
-from penstock.models.executor.wire import FrameKind, WireError
+from penstock.models.executor.wire import HEADER, FrameKind, WireError, decode_body
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.worker_config import WorkerConfig
 
@@ -173,10 +173,13 @@ class Leader:
                 if is_ours
                 else "it is not an agent of penstock"
             )
-        _, hello = await link.expect(FrameKind.HELLO, limit=MAX_UNPROVEN_BYTES)
+        kind, frame = await link.receive(MAX_UNPROVEN_BYTES, undecoded=(FrameKind.HELLO,))
+        if kind is not FrameKind.HELLO:
+            raise WireError(f"got a {kind.name} frame first")
+        hello = decode_body(kind, frame[HEADER.size :])
         assert isinstance(hello, AgentHello), "declared so"
         token, nonce = self._settings.token, secrets.token_bytes(NONCE_BYTES)
-        own_proof = b"" if token is None else prove(token, LEADER, hello, nonce)
+        own_proof = b"" if token is None else prove(token, LEADER, frame, nonce)
         link.send(FrameKind.CHALLENGE, JoinChallenge(nonce, own_proof))
         _, shown = await link.expect(FrameKind.PROOF, limit=MAX_UNPROVEN_BYTES)
         assert isinstance(shown, JoinProof), "declared so"
@@ -188,7 +191,7 @@ class Leader:
             raise JoinRefused(
                 "the agent has no token, and the leader has one: give --join-token-file to both or to neither"
             )
-        if token is not None and not is_proven(token, AGENT, hello, nonce, shown.proof):
+        if token is not None and not is_proven(token, AGENT, frame, nonce, shown.proof):
             raise JoinRefused("wrong token: --join-token-file must have the same content on both hosts")
         return hello
 

@@ -61,6 +61,10 @@ class JoinLink:
         """Queues a frame. Does nothing if the other side is gone: ``receive`` raises the reason."""
         self._write(encode_frame(kind, body))
 
+    def send_frame(self, frame: bytes) -> None:
+        """Queues an encoded frame."""
+        self._write(frame)
+
     def send_for(self, rank: int, frame: bytes) -> None:
         """Queues an encoded frame about a rank."""
         if rank != self._rank_sent:

@@ -6,7 +6,6 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from penstock.models.executor.join.link import JoinLink, plain_address, tune
 from penstock.models.executor.join.refusal import JoinRefused
@@ -129,10 +128,10 @@ def tls_problem(error: OSError) -> str:
 async def _first_byte(connection: socket.socket) -> bytes:
     """Waits for the first byte, and leaves it to be read."""
     loop = asyncio.get_running_loop()
-    ready: asyncio.Future[Any] = loop.create_future()
-    loop.add_reader(connection.fileno(), lambda: ready.done() or ready.set_result(None))
+    ready = asyncio.Event()
+    loop.add_reader(connection.fileno(), ready.set)
     try:
-        await ready
+        await ready.wait()
     finally:
         loop.remove_reader(connection.fileno())
     return connection.recv(1, socket.MSG_PEEK)

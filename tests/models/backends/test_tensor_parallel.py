@@ -235,9 +235,10 @@ def test_the_cpu_backend_refuses_several_ranks(tiny_model, worker_config):
 
 def test_ranks_have_a_gpu_each_and_share_a_host(tmp_path):
     config = WorkerConfig(str(tmp_path), device="cuda", num_threads=5, max_memory_bytes=100, tensor_parallel_size=2)
-    group: Any = new_executor(config)
+    group = new_executor(config)
     assert isinstance(group, WorkerGroup)
-    first, second = (worker._config for worker in group._workers)
+    workers: Any = group._workers
+    first, second = (worker._config for worker in workers)
     assert (first.device, second.device) == ("cuda:0", "cuda:1")
     assert (first.tensor_parallel_rank, second.tensor_parallel_rank) == (0, 1)
     assert {(rank.num_threads, rank.max_memory_bytes) for rank in (first, second)} == {(2, 50)}

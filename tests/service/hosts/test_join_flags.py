@@ -6,6 +6,7 @@ import stat
 import pytest
 
 from penstock.clients.host.reloaded_files import FileError
+from penstock.models.checkpoint.digest import CheckpointDigest
 from penstock.service.app.prepare import prepare
 from penstock.service.config.addresses import ListenError
 from penstock.service.config.command_line import parse_config
@@ -122,7 +123,7 @@ def test_a_leader_that_others_can_reach_needs_a_token_or_tls(tmp_path):
 
 async def test_the_leader_prints_what_the_other_hosts_run(tmp_path):
     config = config_with(tmp_path, b"x" * 32, 0o600, "--master-port=0")
-    leader = new_leader(config, JoinCredentials.load(config), (b"", b"", b""))
+    leader = new_leader(config, JoinCredentials.load(config), CheckpointDigest())
     line = await open_leader(leader, config)
     try:
         assert line == (
@@ -130,7 +131,7 @@ async def test_the_leader_prints_what_the_other_hosts_run(tmp_path):
             f"127.0.0.1:{leader.port} --join-token-file FILE"
         )
         taken = parse_config([*TWO, f"--master-port={leader.port}"])
-        second = new_leader(taken, JoinCredentials.load(taken), (b"", b"", b""))
+        second = new_leader(taken, JoinCredentials.load(taken), CheckpointDigest())
         with pytest.raises(ListenError, match=r"--master-addr and --master-port .*: cannot listen there \(.*in use\)"):
             await open_leader(second, taken)
     finally:

@@ -4,6 +4,7 @@ import socket
 import threading
 from contextlib import suppress
 from ipaddress import ip_network
+from typing import Any
 
 import pytest
 from hosts.agents import DIGEST, TOKEN, FilesAlike, joining, leading, new_agent
@@ -30,7 +31,7 @@ class OtherConfig(FilesAlike):
 
 
 BOTH_TOKENS = "give --join-token-file to both or to neither"
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str]] = {
     "another token": ({}, {"token": b"x" * 32}, None, "wrong token: --join-token-file must have the same content on"),
     "no token": ({}, {"token": None}, None, f"the agent has no token, and the leader has one: {BOTH_TOKENS}"),
     "a token too many": ({"token": None}, {}, None, f"the agent has a token, and the leader has none: {BOTH_TOKENS}"),
@@ -141,7 +142,7 @@ async def test_an_agent_takes_its_own_place_before_its_loss_is_seen(caplog):
         agent = new_agent(leader.port)
         async with joining(agent):
             await leader.gather()
-            link = leader.nodes[0].link
+            link: Any = leader.nodes[0].link
             again = new_agent(leader.port)
             again._identity = agent._identity
             async with joining(again):

@@ -3,12 +3,13 @@
 import asyncio
 
 import pytest
-from hosts.agents import joining, leading, new_agent
+from hosts.agents import TOKEN, joining, leading, new_agent
 from waiting import until
 
 from penstock.models.executor.join import leader as leader_module, link as link_module
 from penstock.models.executor.join.link import MAX_UNPROVEN_BYTES, PREAMBLE
 from penstock.models.executor.join.listener import MAX_STRANGERS
+from penstock.models.executor.join.token import AGENT, LEADER, is_proven, prove
 from penstock.models.executor.join_messages import AgentHello, JoinProof
 from penstock.models.executor.wire import HEADER, FrameKind, encode_frame
 from penstock.scheduler.worker_config import WorkerConfig
@@ -89,3 +90,33 @@ async def test_a_refusal_is_logged_once_a_minute(caplog, monkeypatch):
         for number in range(40):
             leader._note_refusal(f"10.0.0.{number}", "wrong token")
         assert len(leader._refusals) == leader_module.MAX_REFUSALS
+
+
+def test_a_proof_is_of_one_connection_one_direction_and_one_first_frame():
+    token, nonce, frame = b"t" * 32, b"n" * 32, encode_frame(FrameKind.HELLO, HELLO)
+    proof = prove(token, AGENT, frame, nonce)
+    assert is_proven(token, AGENT, frame, nonce, proof)
+    for other in (
+        (b"u" * 32, AGENT, frame, nonce),
+        (token, LEADER, frame, nonce),
+        (token, AGENT, frame[:-1], nonce),
+        (token, AGENT, frame, b"m" * 32),
+    ):
+        assert not is_proven(*other, proof)
+    assert not is_proven(token, AGENT, frame, nonce, b"")
+
+
+async def test_the_token_never_crosses_the_network(monkeypatch):
+    sent = bytearray()
+    write = link_module.JoinLink._write
+
+    def recorded(link, data):
+        sent.extend(data)
+        write(link, data)
+
+    monkeypatch.setattr(link_module.JoinLink, "_write", recorded)
+    async with leading() as leader, joining(new_agent(leader.port)):
+        await leader.gather()
+    assert len(sent) > 200
+    assert TOKEN not in bytes(sent)
+    assert TOKEN.hex().encode() not in bytes(sent)

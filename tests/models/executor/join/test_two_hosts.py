@@ -1,9 +1,8 @@
-"""A model whose ranks run on two hosts, as far as they know, gives the tokens of one process, also when a rank there or
-the host is lost."""
+"""A model whose ranks run on two hosts, as far as they know, gives the tokens of one process, also when a rank there is
+lost. ``tests/service/hosts/test_two_namespaces.py`` has more."""
 
 import os
 import signal
-from contextlib import ExitStack
 
 import psutil
 import pytest
@@ -24,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, top_k=100, seed=2**63 + 11)
 
 
-async def test_a_rank_and_then_a_host_are_lost_amid_8_streams(
+async def test_a_rank_on_another_host_is_killed_amid_8_streams(
     tiny_model, worker_config, in_process, start_engine, prompts, tmp_path, caplog
 ):
     path = tiny_model("llama").path
@@ -42,9 +41,8 @@ async def test_a_rank_and_then_a_host_are_lost_amid_8_streams(
     leader = Leader(settings)
     await leader.open()
     try:
-        with ExitStack() as stack:
-            arguments = (f"localhost:{leader.port}", tmp_path / "token", tmp_path / "log", "--threads=1")
-            agent = stack.enter_context(worker_command(*arguments))
+        arguments = (f"localhost:{leader.port}", tmp_path / "token", tmp_path / "log", "--threads=1")
+        with worker_command(*arguments) as agent:
             engine = await start_engine(WorkerGroup(worker_config(path, tensor_parallel_size=2), leader))
             assert engine.engine.facts.tensor_parallel_size == 2
             answers = [engine.submit(prompt, kind, 60) for prompt, kind in zip(prompts, kinds, strict=True)]
@@ -52,20 +50,14 @@ async def test_a_rank_and_then_a_host_are_lost_amid_8_streams(
             [rank] = psutil.Process(agent.pid).children()
             rank.kill()
             await until(lambda: engine.engine.state is EngineState.RECOVERING)
-            await until(lambda: engine.engine.state is EngineState.SERVING)
-            await until(lambda: len(answers[0].token_ids) > 30)
-            agent.kill()
-            await until(lambda: engine.engine.state is EngineState.RECOVERING)
-            agent = stack.enter_context(worker_command(*arguments))
             await engine.engine.wait_idle()
             assert {answer.finished.reason for answer in answers} == {EngineFinishReason.LENGTH}
             assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
-            assert engine.stats.restarts == 2
+            assert engine.stats.restarts == 1
             assert "rank 1: node rank 1 (127.0.0.1): the worker was ended by SIGKILL" in caplog.text
-            assert "the agent is lost: it closed the connection" in caplog.text
             agent.send_signal(signal.SIGTERM)
             assert agent.wait() == 0
-            await until(lambda: engine.engine.state is EngineState.RECOVERING)
+            await until(lambda: "the agent is lost: it closed the connection" in caplog.text)
             await engine.engine.stop()
     finally:
         await leader.close()
