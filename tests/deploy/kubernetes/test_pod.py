@@ -136,7 +136,8 @@ def test_probes_and_hook_work_beside_tls_and_keys(render: Callable[..., Any], se
 
 
 def test_a_leader_and_a_worker_serve_together(render: Callable[..., Any], tmp_path: Path, free_port: int) -> None:
-    manifests = render(hosts={"size": 2, "port": free_port}, shutdown={"drainDelaySeconds": 0})
+    flags = {"threads": 1, "kv-cache-memory-bytes": 16 << 20, "join-timeout": 60}
+    manifests = render(hosts={"size": 2, "port": free_port}, shutdown={"drainDelaySeconds": 0}, flags=flags)
     token = tmp_path / "etc/join/token"
     token.parent.mkdir(parents=True)
     token.write_bytes(base64.b64decode(find(manifests, "Secret")["data"]["token"]))
