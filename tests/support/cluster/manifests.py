@@ -50,7 +50,7 @@ def container(manifests: list[Manifest], name: str = "penstock", role: str = LEA
         "LWS_WORKER_INDEX": "0" if role == LEADER else "1",
     }
     first = [{"name": name, "value": value} for name, value in variables.items()]
-    return found | {"env": [*first, *found["env"]]}
+    return dict(found, env=[*first, *found["env"]])
 
 
 def environment(of: Manifest, **given: str) -> dict[str, str]:
