@@ -1,8 +1,10 @@
 """What the hosts show each other when they join: a token, certificates, or both."""
 
 import logging
+import os
 import secrets
 import ssl
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,9 +68,16 @@ def _read_token(path: Path) -> bytes:
         raise FileError(f"{file}: must have at least {MIN_TOKEN_BYTES} bytes, and has {len(token)}; {MAKE_TOKEN}")
     if len(token) > MAX_TOKEN_BYTES:
         raise FileError(f"{file}: has more than {MAX_TOKEN_BYTES} bytes; is it the right file?")
-    if path.stat().st_mode & 0o077:
+    if _is_readable_by_others(path):
         _log.warning("%s: other users of this machine may read it; run: chmod 600 %s", file, path)
     return token
+
+
+def _is_readable_by_others(path: Path) -> bool:
+    found = path.stat()
+    # A pod reads the files of its Secrets as a member of their group, of which it may be the only one.
+    is_for_group = found.st_mode & stat.S_IRWXG and found.st_gid != os.getegid()
+    return bool(found.st_mode & stat.S_IRWXO or is_for_group)
 
 
 def _new_context(ca: Path, cert: Path, key: Path, *, is_leader: bool) -> ssl.SSLContext:

@@ -83,8 +83,12 @@ def test_a_missing_token_is_named(tmp_path):
         JoinCredentials.load(config)
 
 
-def test_a_token_that_others_may_read_is_warned_of(tmp_path, caplog):
-    JoinCredentials.load(config_with(tmp_path, mode=0o640))
+def test_a_token_that_others_may_read_is_warned_of(tmp_path, caplog, monkeypatch):
+    config = config_with(tmp_path, mode=0o640)
+    JoinCredentials.load(config)
+    assert caplog.text == "", "the group is that of the process"
+    monkeypatch.setattr(os, "getegid", lambda: (tmp_path / "token").stat().st_gid + 1)
+    JoinCredentials.load(config)
     assert "token: other users of this machine may read it; run: chmod 600 " in caplog.text
     assert "xxx" not in caplog.text
 

@@ -36,8 +36,35 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
 {{- end -}}
 
+{{/* The labels of the pods that serve. */}}
+{{- define "penstock.serverLabels" -}}
+{{ include "penstock.selectorLabels" . }}
+{{- if include "penstock.hasHosts" . }}
+app.kubernetes.io/component: leader
+{{- end }}
+{{- end -}}
+
 {{- define "penstock.kind" -}}
-{{- ternary "StatefulSet" "Deployment" .Values.modelCache.persistence.enabled -}}
+{{- if include "penstock.hasHosts" . -}}LeaderWorkerSet
+{{- else -}}{{ ternary "StatefulSet" "Deployment" .Values.modelCache.persistence.enabled }}
+{{- end -}}
+{{- end -}}
+
+{{/* LeaderWorkerSet's controller makes a Service with the name of the workload, so it has another name than ours. */}}
+{{- define "penstock.workload" -}}
+{{- include "penstock.fullname" . }}{{ if include "penstock.hasHosts" . }}-hosts{{ end }}
+{{- end -}}
+
+{{/* What autoscalers scale. */}}
+{{- define "penstock.scaleTarget" -}}
+apiVersion: {{ ternary "leaderworkerset.x-k8s.io/v1" "apps/v1" (ne "" (include "penstock.hasHosts" .)) }}
+kind: {{ include "penstock.kind" . }}
+name: {{ include "penstock.workload" . }}
+{{- end -}}
+
+{{/* The time that the startup probe allows. */}}
+{{- define "penstock.startupSeconds" -}}
+{{- mul (int .Values.probes.startup.periodSeconds) (int .Values.probes.startup.failureThreshold) -}}
 {{- end -}}
 
 {{- define "penstock.adminAddress" -}}
@@ -144,9 +171,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if and $v.llmd.inferencePool.enabled (not $v.llmd.inferencePool.endpointPicker.name) -}}
 {{- fail "llmd.inferencePool: set endpointPicker.name" -}}
 {{- end -}}
+{{- include "penstock.checkHosts" . -}}
 {{- $ports := list (int $v.ports.grpc) (add (int $v.ports.grpc) 1 | int) (int $v.ports.metrics) -}}
 {{- if $v.http.enabled -}}{{- $ports = append $ports (int $v.http.port) -}}{{- end -}}
+{{- if include "penstock.hasHosts" . -}}{{- $ports = append $ports (int $v.hosts.port) -}}{{- end -}}
 {{- if ne (len $ports) (len (uniq $ports)) -}}
-{{- fail (printf "ports: gRPC, administration (the next port), metrics and HTTP need different ports; they are %v" $ports) -}}
+{{- fail (printf "ports: gRPC, administration (the next port), metrics, HTTP and hosts.port need different ports; they are %v" $ports) -}}
 {{- end -}}
 {{- end -}}

@@ -1,14 +1,19 @@
-{{/* The pod's template, which the Deployment and the StatefulSet share. */}}
+{{/* The pod's template. In a LeaderWorkerSet, .role is leader or worker. */}}
 {{- define "penstock.pod" -}}
 metadata:
   # Without the chart's version, so that a new version of the chart does not replace the pods by itself.
   labels:
     {{- include "penstock.selectorLabels" . | nindent 4 }}
+    {{- with .role }}
+    app.kubernetes.io/component: {{ . }}
+    {{- end }}
     {{- with .Values.labels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+    {{- if ne .role "worker" }}
     {{- with .Values.llmd.podLabels }}
     {{- toYaml . | nindent 4 }}
+    {{- end }}
     {{- end }}
     {{- with .Values.podLabels }}
     {{- toYaml . | nindent 4 }}
@@ -35,13 +40,19 @@ spec:
   {{- with .Values.priorityClassName }}
   priorityClassName: {{ . }}
   {{- end }}
+  {{- if ne .role "worker" }}
   terminationGracePeriodSeconds: {{ include "penstock.terminationGracePeriodSeconds" . }}
+  {{- end }}
   securityContext:
     {{- toYaml .Values.podSecurityContext | nindent 4 }}
   containers:
+    {{- if eq .role "worker" }}
+    {{- include "penstock.worker" . | nindent 4 }}
+    {{- else }}
     {{- include "penstock.serve" . | nindent 4 }}
     {{- if and .Values.http.enabled .Values.http.container.enabled }}
     {{- include "penstock.gateway" . | nindent 4 }}
+    {{- end }}
     {{- end }}
   volumes:
     {{- include "penstock.volumes" . | nindent 4 }}
@@ -76,12 +87,15 @@ spec:
     {{- toYaml . | nindent 4 }}
   {{- end }}
   env:
-    {{- include "penstock.env" . | nindent 4 }}
+    {{- include "penstock.serveEnv" . | nindent 4 }}
   ports:
     - {name: grpc, containerPort: {{ .Values.ports.grpc }}}
     - {name: metrics, containerPort: {{ .Values.ports.metrics }}}
     {{- if and .Values.http.enabled (not .Values.http.container.enabled) }}
     - {name: http, containerPort: {{ .Values.http.port }}}
+    {{- end }}
+    {{- if .role }}
+    - {name: join, containerPort: {{ .Values.hosts.port }}}
     {{- end }}
   # The gRPC listener opens when the model is loaded; /readyz reports the same.
   startupProbe:
@@ -109,12 +123,7 @@ spec:
   securityContext:
     {{- toYaml .Values.securityContext | nindent 4 }}
   volumeMounts:
-    - {name: tmp, mountPath: /tmp}
-    - {name: cache, mountPath: /cache}
-    - {name: models, mountPath: /models}
-    {{- if .Values.shm.sizeLimit }}
-    - {name: shm, mountPath: /dev/shm}
-    {{- end }}
+    {{- include "penstock.mounts" . | nindent 4 }}
     {{- if .Values.tls.secret }}
     - {name: tls, mountPath: /etc/penstock/tls, readOnly: true}
     {{- end }}
@@ -127,12 +136,29 @@ spec:
     {{- if include "penstock.operatorSecret" . }}
     - {name: operator, mountPath: /etc/penstock/operator, readOnly: true}
     {{- end }}
-    {{- with .Values.extraVolumeMounts }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
 {{- end -}}
 
-{{- define "penstock.env" -}}
+{{/* The volumes of every container that runs the model. */}}
+{{- define "penstock.mounts" -}}
+- {name: tmp, mountPath: /tmp}
+- {name: cache, mountPath: /cache}
+- {name: models, mountPath: /models}
+{{- if .Values.shm.sizeLimit }}
+- {name: shm, mountPath: /dev/shm}
+{{- end }}
+{{- if .role }}
+- {name: join, mountPath: /etc/penstock/join, readOnly: true}
+{{- if .Values.hosts.tls.secret }}
+- {name: join-tls, mountPath: /etc/penstock/join-tls, readOnly: true}
+{{- end }}
+{{- end }}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* The variables of every container that runs the model. */}}
+{{- define "penstock.modelEnv" -}}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 # The root file system is read-only, and the user has no entry in /etc/passwd.
@@ -150,6 +176,10 @@ spec:
   valueFrom: {secretKeyRef: {name: {{ .secret }}, key: {{ .key }}}}
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{- define "penstock.serveEnv" -}}
+{{ include "penstock.modelEnv" . }}
 # For `penstock top` and other tools in the container.
 - {name: PENSTOCK_ADMIN, value: {{ include "penstock.adminAddress" . | quote }}}
 - {name: PENSTOCK_SERVE_MODEL, value: {{ .Values.model.name | quote }}}
@@ -184,7 +214,9 @@ spec:
 {{- end }}
 - {name: PENSTOCK_SERVE_DRAIN_DELAY, value: {{ .Values.shutdown.drainDelaySeconds | toJson | quote }}}
 - {name: PENSTOCK_SERVE_SHUTDOWN_GRACE, value: {{ .Values.shutdown.graceSeconds | toJson | quote }}}
-{{- if and (gt (int .Values.gpu.count) 1) (not (hasKey .Values.flags "tensor-parallel-size")) }}
+{{- if .role }}
+{{ include "penstock.leaderEnv" . }}
+{{- else if and (gt (int .Values.gpu.count) 1) (not (hasKey .Values.flags "tensor-parallel-size")) }}
 - {name: PENSTOCK_SERVE_TENSOR_PARALLEL_SIZE, value: {{ .Values.gpu.count | toJson | quote }}}
 {{- end }}
 {{- range $name, $value := .Values.flags }}
@@ -290,6 +322,10 @@ grpc:
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ . }}}
 {{- end }}
+{{- if .role }}
+{{ include "penstock.joinVolumes" . }}
+{{- end }}
+{{- if ne .role "worker" }}
 {{- if .Values.tls.secret }}
 - name: tls
   secret: {secretName: {{ .Values.tls.secret }}, defaultMode: 0440}
@@ -315,7 +351,28 @@ grpc:
     defaultMode: 0440
     items: [{key: {{ $.Values.shutdown.preStop.operatorKey.key }}, path: key}]
 {{- end }}
+{{- end }}
 {{- with .Values.extraVolumes }}
 {{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* One volume for each pod. */}}
+{{- define "penstock.volumeClaims" -}}
+{{- with .Values.modelCache.persistence -}}
+- apiVersion: v1
+  kind: PersistentVolumeClaim
+  metadata:
+    name: models
+    {{- with .annotations }}
+    annotations:
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
+  spec:
+    accessModes: {{ toJson .accessModes }}
+    {{- with .storageClass }}
+    storageClassName: {{ . }}
+    {{- end }}
+    resources: {requests: {storage: {{ .size }}}}
 {{- end }}
 {{- end -}}

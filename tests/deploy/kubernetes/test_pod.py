@@ -1,10 +1,12 @@
 """A pod's container as far as it runs without a cluster: its variables, its probes and its hook."""
 
+import base64
 import datetime
 import hashlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 import urllib.error
@@ -13,24 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster.manifests import WORKER, Manifest, container, environment, expand, find, on_this_machine
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from serve_process import PENSTOCK, serving, target_of
 from wire.http_get import fetch
 
+from penstock.clients import Client
 from penstock.service.config.addresses import LIVE_PATH, READY_PATH
-from penstock.service.config.command_line import PREFIX
 
 OPERATOR_KEY = "a-key-of-an-operator"
 
-Container = dict[str, Any]
-Serve = Callable[[Container], Any]
-
-
-def container(manifests: list[dict[str, Any]]) -> Container:
-    (deployment,) = (each for each in manifests if each["kind"] == "Deployment")
-    return dict(deployment["spec"]["template"]["spec"]["containers"][0])
+Serve = Callable[[Manifest], Any]
 
 
 def probes(greeting: str) -> list[int]:
@@ -81,19 +78,18 @@ def etc(tmp_path: Path) -> Path:
 def serve(tmp_path: Path) -> Serve:
     """Starts the service with a container's variables, free ports, and folders of the test in place of volumes."""
 
-    def run(rendered: Container) -> Any:
-        values = {"POD_IP": "127.0.0.1"}
-        for entry in (each for each in rendered["env"] if "value" in each):
-            text = re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], entry["value"])
-            values[entry["name"]] = text.replace("/etc/penstock", f"{tmp_path}/etc")
-        values |= {name: str(tmp_path) for name in ("HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "HF_HOME")}
-        values |= {f"{PREFIX}{name}": "0" for name in ("PORT", "HTTP_PORT") if f"{PREFIX}{name}" in values}
-        for name in (f"{PREFIX}ADMIN_LISTEN", f"{PREFIX}METRICS_LISTEN"):
-            values[name] = re.sub(r":\d+$", ":0", values[name])
-        values["PATH"] = "/usr/bin:/bin"
+    def run(rendered: Manifest) -> Any:
+        values = on_this_machine(environment(rendered, POD_IP="127.0.0.1"), tmp_path)
         return serving(command=(PENSTOCK, "serve"), env=values, cwd=tmp_path)
 
     return run
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
 
 
 def admin_of(greeting: str) -> str:
@@ -137,3 +133,33 @@ def test_probes_and_hook_work_beside_tls_and_keys(render: Callable[..., Any], se
         assert done.returncode == 0, done.stderr
         assert probes(greeting) == [200, 503]
         assert end(process) == 0
+
+
+def test_a_leader_and_a_worker_serve_together(render: Callable[..., Any], tmp_path: Path, free_port: int) -> None:
+    flags = {"threads": 1, "kv-cache-memory-bytes": 16 << 20, "join-timeout": 60}
+    manifests = render(hosts={"size": 2, "port": free_port}, shutdown={"drainDelaySeconds": 0}, flags=flags)
+    token = tmp_path / "etc/join/token"
+    token.parent.mkdir(parents=True)
+    token.write_bytes(base64.b64decode(find(manifests, "Secret")["data"]["token"]))
+    token.chmod(0o440)
+    leader, worker = container(manifests), container(manifests, role=WORKER)
+    given = {"POD_IP": "127.0.0.1", "LWS_LEADER_ADDRESS": "127.0.0.1"}
+    variables = on_this_machine(environment(worker, **given), tmp_path)
+    arguments = [expand(each, variables).replace("/etc/penstock", f"{tmp_path}/etc") for each in worker["args"]]
+    log = tmp_path / "worker.log"
+    with log.open("w") as errors:
+        # The worker starts first, and looks for its leader until it is there.
+        joined = subprocess.Popen([PENSTOCK, "worker", *arguments], env=variables, cwd=tmp_path, stderr=errors)
+    try:
+        variables = on_this_machine(environment(leader, **given), tmp_path)
+        with serving(command=(PENSTOCK, "serve"), env=variables, cwd=tmp_path) as (process, greeting):
+            port = target_of(greeting).rpartition(":")[2]
+            with Client(f"127.0.0.1:{port}") as client:
+                assert client.complete("Once upon a time", max_tokens=5, ignore_eos=True).text
+            assert "as node rank 1 of 2" in log.read_text()
+            assert end(process) == 0
+        joined.terminate()
+        assert joined.wait() == 0
+    finally:
+        joined.kill()
+        joined.wait()

@@ -11,6 +11,15 @@ from typing import Any
 
 import pytest
 import yaml
+from cluster.manifests import (
+    Manifest,
+    container,
+    environment,
+    find,
+    pod,
+    pod_template,
+    volume_claims,
+)
 from jsonschema import Draft202012Validator
 
 from penstock.clients.gateway.server.flags import make_parser
@@ -21,10 +30,10 @@ from penstock.service.config.flags import ConfigError
 from penstock.service.config.serve_config import ServeConfig
 from penstock.service.telemetry.catalog import INSTRUMENTS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 CHART = DEPLOY / "helm/penstock"
-EXAMPLES = ["cpu", "gpu", "full"]
+EXAMPLES = ["cpu", "gpu", "full", "hosts"]
 RENDERED = [None, *EXAMPLES]
 """The chart's own values, and the examples."""
 KUBERNETES = ("1.31", "1.37")
@@ -32,31 +41,8 @@ CUSTOM = json.loads(Path(__file__).with_name("custom_resources.json").read_text(
 KSERVE = sorted((DEPLOY / "kserve").glob("*.yaml"))
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 
-Manifest = dict[str, Any]
 Render = Callable[..., list[Manifest]]
 Helm = Callable[..., subprocess.CompletedProcess[str]]
-
-
-def find(manifests: list[Manifest], *kinds: str) -> Manifest:
-    (found,) = (each for each in manifests if each["kind"] in kinds)
-    return found
-
-
-def pod(manifests: list[Manifest]) -> Manifest:
-    return dict(find(manifests, "Deployment", "StatefulSet")["spec"]["template"]["spec"])
-
-
-def container(manifests: list[Manifest], name: str = "penstock") -> Manifest:
-    return next(each for each in pod(manifests)["containers"] if each["name"] == name)
-
-
-def environment(of: Manifest) -> dict[str, str]:
-    """The variables of a container, with $(POD_IP) as Kubernetes replaces it; those of Secrets are left out."""
-    values: dict[str, str] = {"POD_IP": "10.1.2.3"}
-    for entry in of["env"]:
-        if "value" in entry:
-            values[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], entry["value"])
-    return values
 
 
 def custom_kind(manifest: Manifest) -> str:
@@ -227,8 +213,10 @@ def test_the_schema_has_every_flag_that_the_chart_does_not_set(render: Render) -
         "http": {"enabled": True, "allowedOrigins": ["https://app.example.com"]},
         "model": {"revision": "main"},
     }
+    everything["hosts"] = {"size": 2, "tls": {"secret": "join"}}
     variables = environment(container(render(**everything)))
     set_by_chart = {name.removeprefix(PREFIX).lower() for name in variables if name.startswith(PREFIX)}
+    set_by_chart -= {"tensor_parallel_size", "pipeline_parallel_size", "join_timeout"}  # unless a flag sets them
     others = {field.name for field in dataclasses.fields(ServeConfig)} - set_by_chart - {"listen"}
     assert {name.replace("-", "_") for name in SCHEMA["properties"]["flags"]["properties"]} == others
 
@@ -295,9 +283,8 @@ def test_pods_run_without_rights(render: Render, example: str | None) -> None:
 @pytest.mark.parametrize("example", RENDERED)
 def test_mounts_volumes_and_ports_fit_together(render: Render, example: str | None) -> None:
     manifests = render(example)
-    workload, spec = find(manifests, "Deployment", "StatefulSet"), pod(manifests)
-    volumes = {each["name"] for each in spec["volumes"]}
-    volumes |= {each["metadata"]["name"] for each in workload["spec"].get("volumeClaimTemplates", [])}
+    spec, claims = pod(manifests), volume_claims(manifests)
+    volumes = {each["name"] for each in spec["volumes"]} | {each["metadata"]["name"] for each in claims}
     mounted = [(mount["name"], mount["mountPath"]) for each in spec["containers"] for mount in each["volumeMounts"]]
     assert {name for name, _ in mounted} == volumes
     variables = environment(container(manifests))
@@ -307,7 +294,7 @@ def test_mounts_volumes_and_ports_fit_together(render: Render, example: str | No
     ports = {port["name"] for each in spec["containers"] for port in each["ports"]}
     for service in (each for each in manifests if each["kind"] == "Service"):
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
-        assert service["spec"]["selector"].items() <= workload["spec"]["template"]["metadata"]["labels"].items()
+        assert service["spec"]["selector"].items() <= pod_template(manifests)["metadata"]["labels"].items()
 
 
 @pytest.mark.parametrize("example", RENDERED)
@@ -341,7 +328,7 @@ def test_gpus_are_limits_and_shared_by_ranks(render: Render) -> None:
 def test_a_pools_pods_have_its_labels(render: Render) -> None:
     manifests = render("gpu")
     selected = find(manifests, "InferencePool")["spec"]["selector"]["matchLabels"]
-    labels = find(manifests, "StatefulSet")["spec"]["template"]["metadata"]["labels"]
+    labels = pod_template(manifests)["metadata"]["labels"]
     assert selected["llm-d.ai/inferenceServing"] == "true"
     assert selected["llm-d.ai/engine-type"] == "vllm"
     assert selected.items() <= labels.items()
