@@ -1,7 +1,7 @@
 """Runs ``penstock worker`` on other hosts of a Ray cluster, for a service whose ranks run on several hosts.
 
-``penstock serve --distributed-executor-backend ray`` starts this as a process of its own, and tells it on its standard
-input which hosts it needs. Ray chooses the hosts and starts an actor on each, which runs the worker. From there on
+``penstock serve --distributed-executor-backend ray`` starts this as a process of its own. Its standard input names the
+hosts that the service needs. Ray chooses the hosts and starts an actor on each, which runs the worker. From there on
 everything is as without Ray: the worker joins the service over TCP, and the service notices by that connection when it
 is lost. Ray then starts the actor again, as soon as it has a host for it. This process and all actors end when its
 standard input is closed.
@@ -36,10 +36,10 @@ _log = logging.getLogger(__name__)
 
 
 class AgentsOrder(msgspec.Struct, frozen=True):
-    """Which workers a service needs."""
+    """The workers that a service needs."""
 
     arguments: list[str]
-    """Those of ``penstock worker``, without the token."""
+    """The arguments of ``penstock worker``, without the token."""
     num_hosts: int
     """The number of hosts besides this one."""
     resources: dict[str, float]

@@ -38,20 +38,20 @@ Bytes = NDArray[np.uint8]
 
 
 class StageHello(msgspec.Struct, array_like=True):
-    """Says which stage connects."""
+    """Identifies the stage that connects."""
 
     stage: int
     secret: bytes
 
 
 class StageLayers(msgspec.Struct, array_like=True):
-    """The numbers of layers of all stages; none if the stage shall measure its speed first."""
+    """The numbers of layers of all stages; none if the stage must measure its speed first."""
 
     layers: tuple[int, ...]
 
 
 class StageBlocks(msgspec.Struct, array_like=True):
-    """A number of KV blocks: as many as a stage has room for, or as many as each shall have."""
+    """A number of KV blocks: as many as a stage has room for, or as many as each of them gets."""
 
     num_blocks: int
 
@@ -80,21 +80,21 @@ class StageFrame(IntEnum):
     """The content of a frame, and its direction."""
 
     HELLO = 1
-    """To the first stage, first: StageHello."""
+    """StageHello, the first frame to the first stage."""
     LAYERS = 2
-    """From the first stage: StageLayers."""
+    """StageLayers, from the first stage."""
     SPEED = 3
-    """To the first stage: StageSpeed."""
+    """StageSpeed, to the first stage."""
     ROOM = 4
-    """To the first stage, once the weights are loaded: StageBlocks."""
+    """StageBlocks, to the first stage, once the weights are loaded."""
     BLOCKS = 5
-    """From the first stage: StageBlocks."""
+    """StageBlocks, from the first stage."""
     READY = 6
-    """To the first stage: null."""
+    """Null, to the first stage, once the pages are allocated."""
     BATCH = 7
-    """To a stage: StageBatch. From one that is not the last: the same for the next stage."""
+    """StageBatch, to a stage; and from a stage that is not the last, for the next one."""
     RESULT = 8
-    """From the last stage: StageResult."""
+    """StageResult, from the last stage."""
 
 
 _DECODERS: dict[StageFrame, "msgspec.msgpack.Decoder[Any]"] = {

@@ -129,7 +129,8 @@ SETTINGS: Mapping[str, Setting] = {
     RATE: Setting(number(0, 1e6, is_open=True), lambda service, value: replace(service, rate=value)),
     REPLICAS: Setting(whole_number(1, MAX_REPLICAS), lambda service, value: replace(service, replicas=value)),
     STAGES: Setting(
-        whole_number(1, MAX_STAGES), lambda service, value: _with_facts(service, pipeline_parallel_size=value)
+        whole_number(1, MAX_STAGES),
+        lambda service, value: _with_facts(service, stage_layers=(1,) * value if value > 1 else ()),
     ),
     "max-num-seqs": Setting(whole_number(1, 4096), _limited("max_num_seqs")),
     "max-num-batched-tokens": Setting(whole_number(1, 1 << 20), _limited("max_num_batched_tokens")),

@@ -82,7 +82,7 @@ class CpuModel:
     weight_bytes: int
     error: QuantizationError
     num_parameters: int
-    """Those of the whole model, whatever part of it this is."""
+    """The parameters of the whole model, whatever part of it this is."""
     parts: tuple[object, ...]
 
     def program(self, pages: Memory, part: DecoderModel | None = None) -> Program:

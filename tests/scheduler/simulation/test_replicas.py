@@ -136,7 +136,7 @@ def test_two_replicas_do_twice_as_much():
 
 def test_two_stages_overlap_where_rows_are_many_and_a_single_row_gains_nothing():
     def seconds(num_stages, num_rows, hop_s=0.0):
-        facts = replace(FACTS, pipeline_parallel_size=num_stages)
+        facts = replace(FACTS, stage_layers=(1,) * num_stages if num_stages > 1 else ())
         simulation = new_simulation(SimulatedCosts(StepCosts(constant=STEP_S)), facts, hop_s=hop_s)
         for _ in range(num_rows):
             simulation.ask(0.0, 4, 100)
@@ -152,7 +152,7 @@ def test_two_stages_overlap_where_rows_are_many_and_a_single_row_gains_nothing()
 
 def test_stages_gain_where_rows_cost_more_than_steps():
     def seconds(num_stages):
-        facts = replace(FACTS, pipeline_parallel_size=num_stages)
+        facts = replace(FACTS, stage_layers=(1,) * num_stages if num_stages > 1 else ())
         simulation = new_simulation(SimulatedCosts(StepCosts(decodes=ROW_S, prefill_tokens=TOKEN_S)), facts)
         for _ in range(32):
             simulation.ask(0.0, 4, 100)

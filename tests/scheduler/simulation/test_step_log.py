@@ -47,7 +47,7 @@ def test_a_line_that_was_not_finished_is_ignored(tmp_path):
         (HEADER.replace('"num_blocks":4000', '"num_blocks":0'), "facts.num_blocks is 0; it must be at least 1"),
         (HEADER.replace('"num_blocks":4000', '"num_blocks":"x"'), r"line 1: Expected `int`, got `str` - at `\$.facts"),
         (HEADER.replace('"fcfs"', '"lifo"'), "line 1: Invalid enum value 'lifo'"),
-        (HEADER[:-2] + ',"pipeline_parallel_size":2}}', "line 1: comes from a model in 2 stages, whose times overlap"),
+        (HEADER[:-2] + ',"stage_layers":[1,1]}}', "line 1: comes from a model in 2 stages, whose times overlap"),
         (f"{HEADER}\n{STEP}\nx", "line 3: not a step: .*; remove the line, or write the log again"),
         (f"{HEADER}\n{{}}", "line 2: not a step: Object missing required field `step`"),
         (f'{HEADER}\n{STEP.replace("0.5", "NaN")}', "line 2: not a step: JSON is malformed"),
