@@ -120,7 +120,7 @@ class StageLink:
     def send(self, kind: StageFrame, body: object, arrays: Sequence[NDArray[Any]] = ()) -> None:
         """Sends a frame; waits until the network has accepted it."""
         encoded = msgspec.msgpack.encode(body)
-        parts = [memoryview(array).cast("B") for array in arrays if array.size]
+        parts = [array.data.cast("B") for array in arrays if array.size]
         header = _HEADER.pack(kind, len(encoded), sum(part.nbytes for part in parts))
         waiting = [memoryview(header + encoded), *parts]
         try:
@@ -135,11 +135,11 @@ class StageLink:
 
     def receive(self, *wanted: StageFrame) -> tuple[Any, Bytes]:
         """Waits for a frame of one of these kinds. Returns its body and its arrays, as bytes."""
-        number, body_bytes, data_bytes = _HEADER.unpack(self._read(_HEADER.size))
+        number, body_bytes, data_bytes = _HEADER.unpack(self._read(_HEADER.size).data)
         if number not in wanted or body_bytes > MAX_BODY_BYTES or data_bytes > MAX_DATA_BYTES:
             raise PeerLost(f"{self._name}: it sent a frame of kind {number} with {body_bytes} and {data_bytes} bytes")
         try:
-            body = _DECODERS[StageFrame(number)].decode(self._read(body_bytes))
+            body = _DECODERS[StageFrame(number)].decode(self._read(body_bytes).data)
         except msgspec.MsgspecError as error:
             raise PeerLost(f"{self._name}: its frame cannot be decoded: {error}") from error
         return body, self._read(data_bytes)
@@ -154,7 +154,7 @@ class StageLink:
 
     def _read(self, num_bytes: int) -> Bytes:
         read: Bytes = np.empty(num_bytes, dtype=np.uint8)
-        left = memoryview(read)
+        left = read.data
         try:
             while left.nbytes:
                 count = self._connection.recv_into(left)

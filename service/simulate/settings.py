@@ -112,7 +112,7 @@ def _policy(text: str) -> Policy:
         raise ValueError(f"must be {', '.join(policy.value for policy in Policy)}; it is {text}") from None
 
 
-def _with_facts(service: SimulatedService, **facts: int) -> SimulatedService:
+def _with_facts(service: SimulatedService, **facts: Any) -> SimulatedService:
     return replace(service, facts=msgspec.structs.replace(service.facts, **facts))
 
 

@@ -7,14 +7,13 @@ step took beyond the stages.
 """
 
 import argparse
-import json
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from cpu_bench import ceilings
-from cpu_bench.floors import SHAPES
+from shape_only import write_config
 
 from penstock.models.backends.cpu.stage_limits import MachineLimits
 from penstock.models.executor.step_profile import ProfiledLoad
@@ -22,7 +21,6 @@ from penstock.models.worker.step_profile import PYTHON, profile_model
 from penstock.scheduler.worker_config import WorkerConfig
 from penstock.service.app.profile import describe
 
-SHAPE = SHAPES["M1"]
 TARGET_PYTHON = 0.03
 
 
@@ -60,18 +58,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     decode = profile.steps[0]
     share = sum(stage.share for stage in decode.stages if stage.name == PYTHON)
     print(f"\nPython's share of a step of decoding: {share:.1%} (wanted: under {TARGET_PYTHON:.0%})")
-
-
-def write_config(folder: Path) -> None:
-    """The model's shape, in Hugging Face's terms."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16", "hidden_act": "silu",
-        "hidden_size": SHAPE.hidden, "num_hidden_layers": SHAPE.layers, "num_attention_heads": SHAPE.heads,
-        "num_key_value_heads": SHAPE.kv_heads, "head_dim": SHAPE.head_dim, "intermediate_size": SHAPE.intermediate,
-        "vocab_size": SHAPE.vocab, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-        "max_position_embeddings": 32_768, "attention_bias": False, "use_sliding_window": False,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 if __name__ == "__main__":

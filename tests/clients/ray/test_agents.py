@@ -1,6 +1,5 @@
 """Workers on other hosts that Ray starts: two raylets of one CPU each, and what happens when one is killed."""
 
-import contextlib
 import importlib.util
 import subprocess
 import threading
@@ -36,10 +35,8 @@ def test_a_lost_raylet_is_named_and_its_stage_comes_back(two_raylets: Any) -> No
         assert process.stderr is not None
         threading.Thread(target=lambda: log.extend(process.stderr or ()), daemon=True).start()
         assert "2 stages of" in greeting
-        with (
-            Client(target_of(greeting)) as client,
-            contextlib.closing(client.stream(PROMPT, **OPTIONS)) as stream,
-        ):
+        with Client(target_of(greeting)) as client:
+            stream = client.stream(PROMPT, **OPTIONS)
             texts = [next(stream).text for _ in range(5)]
             two_raylets.remove_node(two_raylets.node)
             wait_until(lambda: any("node rank 1" in line and "lost" in line for line in log))

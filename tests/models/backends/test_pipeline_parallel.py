@@ -2,6 +2,7 @@
 
 import os
 import signal
+from typing import Any
 
 import msgspec
 import psutil
@@ -102,7 +103,8 @@ async def test_a_stage_is_killed_amid_streams(tiny_model, worker_config, in_proc
     expected = [answer.token_ids for answer in await whole.run(prompts, greedy, 40)]
     group = WorkerGroup(worker_config(path, backend="cpu", pipeline_parallel_size=2))
     engine = await start_engine(group)
-    pids = [worker.pid for worker in group._workers]
+    workers: Any = group._workers
+    pids = [worker.pid for worker in workers]
     layers = engine.engine.facts.stage_layers
     assert len(layers) == 2, "divided by what was measured"
     assert sum(layers) == 3
@@ -121,7 +123,8 @@ async def test_a_stage_is_killed_amid_streams(tiny_model, worker_config, in_proc
 async def test_a_stage_that_cannot_load_names_the_cause(tiny_model, worker_config):
     config = worker_config(tiny_model("llama").path, backend="cpu", pipeline_parallel_size=2, stage_layers=(1, 2))
     group = WorkerGroup(config)
-    group._workers[1] = WorkerProcess(msgspec.structs.replace(group._workers[1]._config, max_memory_bytes=1))
+    second: Any = group._workers[1]
+    group._workers[1] = WorkerProcess(msgspec.structs.replace(second._config, max_memory_bytes=1))
     with pytest.raises(ExecutorError, match=r"its weights need .* and cpu has 0.00 MiB free"):
         await group.start()
 
