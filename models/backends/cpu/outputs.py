@@ -22,8 +22,8 @@ def batch_fields(batch: Batch, tables: Ids) -> dict[str, int]:
 
 
 class StepOutputs:
-    """The outputs that a batch requests besides the KV of its tokens. ``fields`` are fields of the step. Everything that
-    they point to lives as long as this object."""
+    """The outputs that a batch requests besides the KV of its tokens. ``fields`` are fields of the step. What they point
+    to lives as long as this object."""
 
     def __init__(self, batch: Batch, sampling_rows: SamplingRows, num_logits: int) -> None:
         self._batch = batch
