@@ -1,8 +1,10 @@
 """What steps cost in a simulation: the worker's seconds by the work of a step, and the service's own."""
 
-import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 from penstock.scheduler.timing.step_time import StepWork
@@ -34,20 +36,37 @@ class StepCosts(NamedTuple):
         return seconds
 
 
+class MeasuredFactor(NamedTuple):
+    """By how much a step differed from its predicted time."""
+
+    at_s: float
+    """When it was measured, from the start of the log."""
+    factor: float
+
+
 @dataclass(frozen=True)
 class StepNoise:
-    """How much steps differ from their predicted time: factors that were measured, of which one is drawn for each
-    step."""
+    """How much steps differ from their predicted time: factors that were measured, in the order of their times.
 
-    decoding: Sequence[float] = (1.0,)
+    They are replayed by time, again and again, and not drawn for each step: what slows a machine down lasts longer than
+    a step, and queues grow meanwhile.
+    """
+
+    decoding: Sequence[MeasuredFactor] = (MeasuredFactor(0.0, 1.0),)
     """The factors of steps without prompts."""
-    chunked: Sequence[float] = (1.0,)
+    chunked: Sequence[MeasuredFactor] = (MeasuredFactor(0.0, 1.0),)
     """The factors of steps with prompts."""
 
-    def draw(self, rng: random.Random, has_chunks: bool) -> float:
-        """Returns a factor."""
+    def factor(self, when: float, has_chunks: bool) -> float:
+        """Returns the factor at a time, in seconds from the start of the replay."""
         factors = self.chunked if has_chunks else self.decoding
-        return factors[int(rng.random() * len(factors))]
+        index = bisect_right(factors, when % (self.seconds or 1.0), key=itemgetter(0))
+        return factors[index % len(factors)].factor
+
+    @cached_property
+    def seconds(self) -> float:
+        """The time for which factors were measured."""
+        return max(self.decoding[-1].at_s, self.chunked[-1].at_s)
 
 
 @dataclass(frozen=True)

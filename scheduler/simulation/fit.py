@@ -14,6 +14,7 @@ from penstock.scheduler.simulation.costs import (
     MESSAGE_S,
     REQUEST_S,
     DraftRates,
+    MeasuredFactor,
     ServiceCosts,
     SimulatedCosts,
     StepCosts,
@@ -24,8 +25,6 @@ from penstock.scheduler.simulation.step_log import LoggedStep, StepLog, StepLogE
 MIN_STEPS = 32
 MIN_DIFFERENT = 8
 """The minimum number of steps with different work: there are as many costs."""
-MAX_FACTORS = 4096
-"""The maximum number of measured factors of either kind that are kept as noise."""
 _ROUNDS = 6
 _SWEEPS = 400
 _DAMPING = 1e-9
@@ -57,7 +56,9 @@ def fit_costs(log: StepLog) -> Fit:
     coefficients = _fit_relative(features, seconds)
     predicted = np.maximum(features @ coefficients, 1e-9)
     factors, has_chunks = seconds / predicted, features[:, 5] > 0
-    noise = StepNoise(_thinned(factors[~has_chunks]), _thinned(factors[has_chunks]))
+    times = np.array([step.answered_s for step in steps])
+    times -= times[0]
+    noise = StepNoise(*(_noise(times[kind], factors[kind]) for kind in (~has_chunks, has_chunks)))
     costs = StepCosts(*map(float, coefficients))
     return Fit(
         SimulatedCosts(costs, noise, _service_costs(steps), _draft_rates(log), copy_s),
@@ -127,10 +128,10 @@ def _non_negative(features: Floats, targets: Floats) -> Floats:
     return coefficients
 
 
-def _thinned(factors: Floats) -> Sequence[float]:
-    """Returns the factors, or some of them in equal distances."""
-    every = max(1, -(-len(factors) // MAX_FACTORS))
-    return [round(float(factor), 4) for factor in factors[::every]] or [1.0]
+def _noise(times: Floats, factors: Floats) -> Sequence[MeasuredFactor]:
+    """Returns the factors with their times."""
+    measured = sorted(zip(times.tolist(), factors.tolist(), strict=True))
+    return [MeasuredFactor(*each) for each in measured] or [MeasuredFactor(0.0, 1.0)]
 
 
 def _service_costs(steps: Sequence[LoggedStep]) -> ServiceCosts:

@@ -10,7 +10,14 @@ from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import Chunk, Decode, RowResult, StepPlan, StepResult
 from penstock.scheduler.request import EngineFinishReason, RefusalKind
 from penstock.scheduler.simulation.clock import VirtualClock
-from penstock.scheduler.simulation.costs import DraftRates, ServiceCosts, SimulatedCosts, StepCosts, StepNoise
+from penstock.scheduler.simulation.costs import (
+    DraftRates,
+    MeasuredFactor,
+    ServiceCosts,
+    SimulatedCosts,
+    StepCosts,
+    StepNoise,
+)
 from penstock.scheduler.simulation.simulation import Routing, Simulation
 from penstock.scheduler.simulation.stages import StageTimes
 from penstock.scheduler.simulation.worker import SimulatedWorker
@@ -29,6 +36,11 @@ def arrive(simulation, number, rate=20.0, seed=0, **fields):
     for _ in range(number):
         when += rng.expovariate(rate)
         simulation.ask(when, rng.randint(20, 400), rng.randint(1, 60), **fields)
+
+
+def factors(*values):
+    """One each second."""
+    return [MeasuredFactor(float(number), value) for number, value in enumerate(values)]
 
 
 def plan(step, chunks=(), decodes=()):
@@ -98,7 +110,7 @@ def test_the_light_worker_does_what_the_one_that_checks_everything_does():
 
 
 def test_the_same_seed_gives_the_same_run_and_another_one_another():
-    noisy = SimulatedCosts(SIMPLE.step, StepNoise((0.8, 1.0, 1.3), (0.9, 1.2)))
+    noisy = SimulatedCosts(SIMPLE.step, StepNoise(factors(0.8, 1.0, 1.3), factors(0.9, 1.2)))
 
     def ends(seed):
         simulation = Simulation(FACTS, LIMITS, lambda: SimulatedWorker(noisy, seed))
@@ -107,6 +119,13 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another():
         return [outcome.ended_at for outcome in simulation.outcomes]
 
     assert ends(1) == ends(1) != ends(2)
+
+
+def test_noise_is_replayed_by_time():
+    noise = StepNoise(factors(0.5, 1.0, 2.0), [MeasuredFactor(0.0, 3.0), MeasuredFactor(4.0, 5.0)])
+    assert [noise.factor(when, False) for when in (0.5, 1.5, 2.5, 4.5, 5.5)] == [1.0, 2.0, 0.5, 1.0, 2.0]
+    assert [noise.factor(when, True) for when in (0.5, 3.9, 4.5)] == [5.0, 5.0, 5.0]
+    assert StepNoise().factor(7.0, True) == 1.0
 
 
 def test_requests_go_to_the_replica_with_the_fewest_or_to_each_in_turn():

@@ -7,7 +7,7 @@ from simulations.step_logs import COSTS, FACTS, LIMITS, LoggingWorker, header
 from penstock.clients.bench.lengths import Uniform
 from penstock.clients.bench.trace import Trace
 from penstock.clients.bench.workload import OpenLoop, RandomLoad
-from penstock.scheduler.simulation.costs import ServiceCosts, SimulatedCosts, StepNoise
+from penstock.scheduler.simulation.costs import MeasuredFactor, ServiceCosts, SimulatedCosts, StepNoise
 from penstock.scheduler.simulation.fit import fit_costs
 from penstock.scheduler.simulation.simulation import Simulation
 from penstock.scheduler.simulation.step_log import StepLog
@@ -16,7 +16,8 @@ from penstock.service.simulate.run import simulate
 from penstock.service.simulate.settings import SETTINGS, SimulatedService
 from penstock.service.simulate.traffic import Traffic
 
-NOISE = StepNoise((0.9, 0.95, 1.0, 1.05, 1.3), (0.9, 0.95, 1.0, 1.05, 1.3))
+FACTORS = [MeasuredFactor(0.01 * number, factor) for number, factor in enumerate((0.9, 0.95, 1.0, 1.05, 1.3))]
+NOISE = StepNoise(FACTORS, FACTORS)
 TRUE = SimulatedCosts(COSTS, NOISE, ServiceCosts(5e-4, 5e-4, 1e-4, 0.0, 6e-4, 4e-4))
 BOUND = 0.08
 

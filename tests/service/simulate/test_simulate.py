@@ -108,7 +108,7 @@ def test_shared_prefixes_and_turns_are_found_in_the_cache(trace, capsys):
 
 def test_refusals_deadlines_and_preemptions_are_counted(trace, capsys):
     many = [{"arrival_s": 0.0, "prompt_tokens": 100, "max_tokens": 100} for _ in range(40)]
-    flags = ["--max-queued-requests", "8", "--max-num-seqs", "20", "--timeout-ms", "3000", "--kv-cache-tokens", "2600"]
+    flags = ["--max-queued-requests", "16", "--max-num-seqs", "20", "--timeout-ms", "3000", "--kv-cache-tokens", "1600"]
     summary = simulated(capsys, trace(*many), *COSTS[:4], *flags)["runs"][0]["summary"]
     failed = summary["requests"]["failed"]
     assert failed["RESOURCE_EXHAUSTED QUEUE_FULL"]["count"] > 5
