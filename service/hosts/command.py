@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from penstock.clients.cli.command_parser import CommandParser, positive, reporting
 from penstock.clients.host.distribution import installed_version
+from penstock.clients.host.loopback import resolves_to_loopback
 from penstock.clients.host.machine import inspect_machine
 from penstock.clients.host.reloaded_files import FileError
 from penstock.models.executor.join.agent import AgentSettings, HostAgent
@@ -115,6 +116,12 @@ def run_worker(command: WorkerCommand) -> int:
     """Runs until it is stopped or refused; returns the exit status."""
     try:
         credentials = JoinCredentials.read(command.token_file, *command.tls_files, is_leader=False)
+        is_open = credentials.token is None and credentials.tls is None
+        if is_open and not resolves_to_loopback(command.leader.host):
+            raise JoinRefused(
+                f"the leader {command.leader}: whatever answers there could make this host load and run a model; give "
+                "--join-token-file or --join-tls-ca, -cert and -key"
+            )
         machine = inspect_machine()
         with ExitStack() as resources:
             settings = AgentSettings(

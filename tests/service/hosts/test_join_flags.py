@@ -8,11 +8,12 @@ import pytest
 from penstock.clients.host.reloaded_files import FileError
 from penstock.models.checkpoint.digest import CheckpointDigest
 from penstock.service.app.prepare import prepare
-from penstock.service.config.addresses import ListenError
+from penstock.service.config.addresses import Address, ListenError
 from penstock.service.config.command_line import parse_config
 from penstock.service.config.flags import ConfigError
-from penstock.service.hosts.command import make_parser
+from penstock.service.hosts.command import WorkerCommand, make_parser, run_worker
 from penstock.service.hosts.credentials import JoinCredentials
+from penstock.service.hosts.host_model import HostChoices
 from penstock.service.hosts.leader import new_leader, open_leader
 
 TWO = ("--nnodes=2", "--tensor-parallel-size=2")
@@ -151,6 +152,15 @@ def test_a_workers_flags_are_named(capsys):
             make_parser().parse_args(flags)
         assert caught.value.code == 2
         assert problem in capsys.readouterr().err
+
+
+def test_a_worker_joins_no_other_machine_without_a_token_or_tls(capsys):
+    choices = HostChoices()
+    command = WorkerCommand(Address("10.0.0.1", 29501), -1, None, (None, None, None), {}, choices)
+    assert run_worker(command) == 1
+    assert capsys.readouterr().err.startswith(
+        "penstock worker: the leader 10.0.0.1:29501: whatever answers there could"
+    )
 
 
 def test_a_token_file_is_made_as_the_help_says(tmp_path):

@@ -7,6 +7,7 @@ from hosts.agents import TOKEN, joining, leading, new_agent
 from waiting import until
 
 from penstock.models.executor.join import leader as leader_module, link as link_module
+from penstock.models.executor.join.agent import HostAgent
 from penstock.models.executor.join.link import MAX_UNPROVEN_BYTES, PREAMBLE
 from penstock.models.executor.join.listener import MAX_STRANGERS
 from penstock.models.executor.join.token import AGENT, LEADER, is_proven, prove
@@ -120,3 +121,21 @@ async def test_the_token_never_crosses_the_network(monkeypatch):
     assert len(sent) > 200
     assert TOKEN not in bytes(sent)
     assert TOKEN.hex().encode() not in bytes(sent)
+
+
+async def test_a_malformed_frame_of_an_agent_ends_only_its_connection(caplog, monkeypatch):
+    links = []
+    serve = HostAgent._serve
+
+    def captured(agent, link, welcome):
+        links.append(link)
+        return serve(agent, link, welcome)
+
+    monkeypatch.setattr(HostAgent, "_serve", captured)
+    async with leading() as leader, joining(new_agent(leader.port)):
+        await leader.gather()
+        links[0].send_frame(HEADER.pack(0, 99))
+        await until(lambda: "its agent is lost: unknown frame of kind 99 with 0 bytes" in caplog.text)
+        await leader.gather()
+        assert len(links) == 2
+    assert "Traceback" not in caplog.text
