@@ -20,6 +20,7 @@ from penstock.clients.host.machine import Machine, inspect_machine
 from penstock.clients.host.routing_headers import read_objectives
 from penstock.models.checkpoint.checkpoint import check_checkpoint, resolve_model
 from penstock.models.checkpoint.digest import digest_checkpoint
+from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.checkpoint.pooling_config import read_embedding
 from penstock.models.errors import ModelError
 from penstock.models.executor.join.leader import Leader
@@ -109,10 +110,7 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         _check_kv_events(config.kv_events)
     files = OperatorFiles.load(config)
     has_weights = config.load_format != "dummy"
-    path = resolve_model(config.model, has_weights, config.revision, config.gguf_file)
-    checkpoint = check_checkpoint(path, has_weights)
-    checkpoint.choose_quantization(config.quantization)
-    checkpoint.spec.divided(config.tensor_parallel_size)
+    path, checkpoint = _find_model(config, has_weights)
     pooling = None if config.pooling is None else Pooling(config.pooling)
     if checkpoint.classifier is not None or config.score_tokens is not None:
         pooling = pooling or Pooling.LAST  # modules.json describes the classifier, if anything
@@ -163,6 +161,15 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         step_log=config.step_log,
     )
     return Prepared(server, worker, load_tokenizer, *_http_processes(config, addresses), resources.pop_all())
+
+
+def _find_model(config: ServeConfig, has_weights: bool) -> tuple[Path, CheckpointInfo]:
+    """Returns the model's directory or file, once it is checked. Raises ModelError."""
+    path = resolve_model(config.model, has_weights, config.revision, config.gguf_file)
+    checkpoint = check_checkpoint(path, has_weights)
+    checkpoint.choose_quantization(config.quantization)
+    checkpoint.spec.divided(config.tensor_parallel_size)
+    return path, checkpoint
 
 
 def _http_processes(config: ServeConfig, addresses: "_Addresses") -> tuple[HttpProcess | None, HttpProcess | None]:

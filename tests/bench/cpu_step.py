@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cpu_bench import ceilings
-from shape_only import write_config
+from cpu_bench.floors import write_config
 
 from penstock.models.backends.cpu.stage_limits import MachineLimits
 from penstock.models.executor.step_profile import ProfiledLoad

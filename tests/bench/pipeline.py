@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from cpu_bench.floors import write_config
 from engines import EngineUnderTest
-from shape_only import write_config
 from waiting import until
 
 from penstock.models.executor.group import WorkerGroup, new_executor

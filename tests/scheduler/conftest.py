@@ -219,8 +219,7 @@ class World:
             deadline = self.scheduler.requests[name].request.deadline
             if deadline is not None and deadline <= self.now:
                 self.scheduler.abort(name, EngineFinishReason.DEADLINE)
-        plan = self.scheduler.schedule()
-        if plan is None:
+        if (plan := self.scheduler.schedule()) is None:
             return False
         assert len(self.plans) < self.max_plans
         rows = self.scheduler._planner.rows

@@ -10,7 +10,7 @@ from penstock.models.backends.cpu.later_stage import load_later_stage
 from penstock.models.backends.cpu.loading import DTYPES, SMALL_STEP, ModelLoading
 from penstock.models.backends.cpu.memory import FirstPages
 from penstock.models.backends.cpu.model import CpuModel
-from penstock.models.backends.cpu.outputs import Features, StepOutputs, batch_fields
+from penstock.models.backends.cpu.outputs import BatchOutputs, Features, batch_fields
 from penstock.models.backends.cpu.sampling import SamplingRows
 from penstock.models.backends.cpu.weights import is_kept
 from penstock.models.backends.pipeline_parallel import ModelPart
@@ -42,7 +42,7 @@ class CpuBackend(SynchronousBackend):
 
     def run(self, batch: Batch) -> BatchResult:
         """Runs the layers and samples the tokens: in one call, or in two if masks are awaited in between."""
-        outputs = StepOutputs(batch, self._sampling, self._num_logits)
+        outputs = BatchOutputs(batch, self._sampling, self._num_logits)
         features = Features(batch, self.facts.hidden_size) if batch.feature_layers else None
         tables = np.ascontiguousarray(batch.tables)
         step = Step(**batch_fields(batch, tables), **outputs.fields, **(features.fields if features else {}))

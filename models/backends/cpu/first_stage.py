@@ -16,7 +16,7 @@ from penstock.models.backends.base import Finish
 from penstock.models.backends.cpu.loading import SMALL_STEP, ModelLoading
 from penstock.models.backends.cpu.memory import FirstPages
 from penstock.models.backends.cpu.model import CpuModel
-from penstock.models.backends.cpu.outputs import StepOutputs, batch_fields
+from penstock.models.backends.cpu.outputs import BatchOutputs, batch_fields
 from penstock.models.backends.cpu.sampling import SamplingRows
 from penstock.models.backends.pipeline_parallel import ModelPart, check_stages, divide_layers
 from penstock.models.backends.stage_link import (
@@ -83,7 +83,7 @@ class FirstStage:
     def start_step(self, batch: Batch) -> Finish:
         assert not batch.feature_layers, "a drafter that reads layers was refused"
         # A table of its own: this batch needs it until the head is computed, after the next batch has begun.
-        outputs = StepOutputs(batch, SamplingRows(), self._num_logits)
+        outputs = BatchOutputs(batch, SamplingRows(), self._num_logits)
         wanted = np.ascontiguousarray(outputs.wanted_tokens())
         tables = np.ascontiguousarray(batch.tables)
         num_tokens = len(batch.token_ids)

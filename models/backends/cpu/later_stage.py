@@ -25,7 +25,7 @@ from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 
 
-class LaterStage:
+class CpuLaterStage:
     """A stage that computes its layers, batch by batch."""
 
     def __init__(self, model: CpuModel, pages: Memory, facts: WorkerFacts, link: StageLink, *, is_last: bool) -> None:
@@ -68,7 +68,7 @@ class LaterStage:
             self._link.send(StageFrame.BATCH, batch, (numbers, out))
 
 
-def load_later_stage(config: WorkerConfig, info: CheckpointInfo) -> LaterStage:
+def load_later_stage(config: WorkerConfig, info: CheckpointInfo) -> CpuLaterStage:
     """Loads a later stage's part of a model; ``unsupported_reason`` must be None. Raises ModelError and PeerLost."""
     link = connect(config)
     loading = ModelLoading(config, info)
@@ -84,4 +84,4 @@ def load_later_stage(config: WorkerConfig, info: CheckpointInfo) -> LaterStage:
     pages = loading.allocate_pages(part, blocks.num_blocks)
     link.send(StageFrame.READY, None)
     facts = loading.facts(part, model.weight_bytes, blocks.num_blocks, layers.layers)
-    return LaterStage(model, pages, facts, link, is_last=stage == config.pipeline_parallel_size - 1)
+    return CpuLaterStage(model, pages, facts, link, is_last=stage == config.pipeline_parallel_size - 1)

@@ -21,9 +21,9 @@ def batch_fields(batch: Batch, tables: Ids) -> dict[str, int]:
     }  # fmt: skip
 
 
-class StepOutputs:
-    """The outputs that a batch requests besides the KV of its tokens. ``fields`` are fields of the step. What they point
-    to lives as long as this object."""
+class BatchOutputs:
+    """The outputs that a batch requests besides the KV of its tokens. ``fields`` are fields of the step; what they
+    point to lives as long as this object."""
 
     def __init__(self, batch: Batch, sampling_rows: SamplingRows, num_logits: int) -> None:
         self._batch = batch

@@ -4,8 +4,10 @@ A prefill computes, so it takes its operations at the arithmetic's peak; a step 
 of every row, so it takes those bytes at the memory's bandwidth, or its operations where those take longer.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from cpu_bench.engines import BF16, INT4, INT8
 from cpu_bench.wire import Request
@@ -94,3 +96,16 @@ def tokens_per_s(
     read = (max(outputs) - 1) * step + contexts * shape.kv_numbers * KV_BYTES[precision]
     decode = max(read / machine.bytes_per_s, 2 * weights * (sum(outputs) - len(requests)) / rate)
     return sum(outputs) / (prefill + decode)
+
+
+def write_config(folder: Path) -> None:
+    """Writes the config.json of M1, for models whose weights are made up."""
+    shape = SHAPES["M1"]
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16", "hidden_act": "silu",
+        "hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim, "intermediate_size": shape.intermediate,
+        "vocab_size": shape.vocab, "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "max_position_embeddings": 32_768, "attention_bias": False, "use_sliding_window": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
