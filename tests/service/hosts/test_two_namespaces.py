@@ -2,6 +2,7 @@
 network or the other host, no token is lost, repeated or changed. Prints times."""
 
 import asyncio
+import functools
 import os
 import signal
 import sys
@@ -25,8 +26,29 @@ pytestmark = pytest.mark.soak
 
 NUM_STREAMS, NUM_TOKENS = 32, 160
 PORT = 29501
-PLAIN = ("--backend=reference", "--dtype=float32", "--kv-cache-memory-bytes=128M", "--threads=1")
+SMALL = ("--kv-cache-memory-bytes=128M", "--threads=1")
+REGEX = {"regex": "[a-z ,.]*"}
 PROMPTS = [f"Chapter {number}. The man who" for number in range(NUM_STREAMS)]
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the two hosts share the model."""
+
+    ranks: str
+    flags: tuple[str, ...]
+
+
+WAYS = {
+    "tensor parallel, float32": Way(
+        "--tensor-parallel-size=2", ("--backend=reference", "--dtype=float32", "--speculative-config=none")
+    ),
+    "stages, bfloat16": Way("--pipeline-parallel-size=2", ("--backend=cpu",)),
+    "stages, int8": Way("--pipeline-parallel-size=2", ("--backend=cpu", "--quantization=int8")),
+    "stages, float32": Way("--pipeline-parallel-size=2", ("--backend=cpu", "--dtype=float32")),
+}
+FAULTY = ("tensor parallel, float32", "stages, bfloat16")
+"""The ways that go through all faults."""
 
 
 @dataclass
@@ -39,7 +61,11 @@ class Stream:
 
 async def read(client: AsyncClient, number: int, stream: Stream, num_tokens: int) -> None:
     sampling: dict[str, Any] = {"temperature": 0.0} if number % 2 else {"temperature": 0.9, "seed": number}
-    output = client.stream(PROMPTS[number], max_tokens=num_tokens, ignore_eos=True, **sampling)
+    if number % 4 == 2:
+        sampling["constraint"] = REGEX
+    # Some repeat themselves, so that tokens are drafted; some have a prefix in common, which is cached.
+    prompt = "one two three four " * 8 if number % 8 == 5 else PROMPTS[number]
+    output = client.stream(prompt, max_tokens=num_tokens, ignore_eos=True, **sampling)
     async for delta in output:
         stream.token_ids += delta.token_ids
         stream.times.append(time.monotonic())
@@ -61,11 +87,16 @@ async def streams_of(
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """The tokens of one process."""
-    socket = f"unix:{tmp_path_factory.mktemp('one')}/socket"
-    with serving("--listen", socket, "--speculative-config=none", *PLAIN):
-        return [stream.token_ids for stream in asyncio.run(streams_of(socket))]
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Way], list[list[int]]]:
+    """Returns the tokens of one process with the flags of a way."""
+
+    @functools.cache
+    def tokens_of(way: Way) -> list[list[int]]:
+        socket = f"unix:{tmp_path_factory.mktemp('one')}/socket"
+        with serving("--listen", socket, *way.flags, *SMALL):
+            return [stream.token_ids for stream in asyncio.run(streams_of(socket))]
+
+    return tokens_of
 
 
 @dataclass
@@ -90,7 +121,7 @@ class Cluster:
 
 
 @contextmanager
-def cluster_of(tmp_path: Path, **network: float) -> Iterator[Cluster]:
+def cluster_of(tmp_path: Path, way: Way, **network: float) -> Iterator[Cluster]:
     if reason := missing():
         pytest.skip(reason)
     (tmp_path / "token").write_text(TOKEN.hex())
@@ -109,8 +140,8 @@ def cluster_of(tmp_path: Path, **network: float) -> Iterator[Cluster]:
 
         agent = start_agent()
         command = ("sh", "-c", f'exec "$@" 2>>{log}', "sh", *hosts.prefix(0), PENSTOCK, "serve")
-        ranks = ("--nnodes=2", "--tensor-parallel-size=2")
-        stack.enter_context(serving("--listen", target, *ranks, *where, *PLAIN, command=command))
+        flags = ("--nnodes=2", way.ranks, *way.flags, *SMALL)
+        stack.enter_context(serving("--listen", target, *where, *flags, command=command))
         yield Cluster(hosts, target, log, stack, start_agent, agent)
 
 
@@ -164,10 +195,13 @@ FAULTS: dict[str, Callable[[Cluster], Any]] = {
 
 
 @pytest.mark.timeout(1200)
-def test_faults_lose_and_change_no_token(tmp_path, expected):
-    with cluster_of(tmp_path) as cluster:
-        assert [stream.token_ids for stream in asyncio.run(streams_of(cluster.target))] == expected
-        for name, fault in FAULTS.items():
+@pytest.mark.parametrize("name_of_way", WAYS)
+def test_faults_lose_and_change_no_token(tmp_path, expected, name_of_way):
+    way = WAYS[name_of_way]
+    right = expected(way)
+    with cluster_of(tmp_path, way) as cluster:
+        assert [stream.token_ids for stream in asyncio.run(streams_of(cluster.target))] == right
+        for name, fault in FAULTS.items() if name_of_way in FAULTY else ():
             began = 0.0
 
             async def inject(streams: list[Stream], fault: Any = fault) -> None:
@@ -177,8 +211,8 @@ def test_faults_lose_and_change_no_token(tmp_path, expected):
 
             cluster.leader_log.write_text("")
             streams = asyncio.run(streams_of(cluster.target, inject))
-            report(name, began, streams, cluster)
-            assert [stream.token_ids for stream in streams] == expected, name
+            report(f"{name_of_way}, {name}", began, streams, cluster)
+            assert [stream.token_ids for stream in streams] == right, name
 
 
 @pytest.mark.timeout(1800)
@@ -187,10 +221,12 @@ def test_faults_lose_and_change_no_token(tmp_path, expected):
     [({"loss": 0.01}, NUM_TOKENS), ({"delay_s": 0.05}, NUM_TOKENS // 8)],  # a step takes seconds with the delay
     ids=["1 % loss", "50 ms delay"],
 )
-def test_a_bad_network_changes_no_token(tmp_path, expected, network, num_tokens):
-    with cluster_of(tmp_path, **network) as cluster:
+@pytest.mark.parametrize("name_of_way", FAULTY)
+def test_a_bad_network_changes_no_token(tmp_path, expected, name_of_way, network, num_tokens):
+    way = WAYS[name_of_way]
+    with cluster_of(tmp_path, way, **network) as cluster:
         began = time.monotonic()
         streams = asyncio.run(streams_of(cluster.target, num_tokens=num_tokens))
-        report(str(network), began, streams, cluster)
-        assert [stream.token_ids for stream in streams] == [token_ids[:num_tokens] for token_ids in expected]
+        report(f"{name_of_way}, {network}", began, streams, cluster)
+        assert [stream.token_ids for stream in streams] == [token_ids[:num_tokens] for token_ids in expected(way)]
         assert "is lost" not in cluster.leader_log.read_text()
