@@ -27,7 +27,8 @@ pytestmark = pytest.mark.soak
 NUM_STREAMS, NUM_TOKENS = 32, 160
 PORT = 29501
 SMALL = ("--kv-cache-memory-bytes=128M", "--threads=1")
-REGEX = {"regex": "[a-z ,.]*"}
+REGEX = {"regex": "([a-z ]{10}){100}"}
+"""Outputs that match it are longer than any of these."""
 PROMPTS = [f"Chapter {number}. The man who" for number in range(NUM_STREAMS)]
 
 
@@ -61,11 +62,10 @@ class Stream:
 
 async def read(client: AsyncClient, number: int, stream: Stream, num_tokens: int) -> None:
     sampling: dict[str, Any] = {"temperature": 0.0} if number % 2 else {"temperature": 0.9, "seed": number}
-    if number % 4 == 2:
-        sampling["constraint"] = REGEX
+    sampling |= {"constraint": REGEX} if number % 4 == 2 else {"ignore_eos": True}
     # Some repeat themselves, so that tokens are drafted; some have a prefix in common, which is cached.
     prompt = "one two three four " * 8 if number % 8 == 5 else PROMPTS[number]
-    output = client.stream(prompt, max_tokens=num_tokens, ignore_eos=True, **sampling)
+    output = client.stream(prompt, max_tokens=num_tokens, **sampling)
     async for delta in output:
         stream.token_ids += delta.token_ids
         stream.times.append(time.monotonic())
