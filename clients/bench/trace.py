@@ -61,21 +61,28 @@ class TraceReader:
     max_requests: int | None = None
     seed: int | str = 0
     options: Mapping[str, object] = field(default_factory=lambda: DEFAULT_OPTIONS)
+    max_model_len: int | None = None
+    """The limit of tokens in a conversation; None: it is not checked."""
+    argument: str = "--trace"
+    """The argument of the command line that names the file."""
 
     def read(self, path: Path) -> Trace:
         """Reads the trace in a file. Raises BadTrace."""
         requests: list[BenchRequest] = []
+        lengths: dict[str, int] = {}
         try:
             with path.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
                     if len(requests) == self.max_requests:
                         break
                     if line.strip():
-                        requests.append(self._request(f"{path.name}, line {number}", line, len(requests)))
+                        where = f"{path.name}, line {number}"
+                        requests.append(self._request(where, line, len(requests)))
+                        self._check_fits(where, requests[-1], lengths)
         except OSError as error:
-            raise BadTrace(f"--trace: cannot read {path}: {error.strerror}") from None
+            raise BadTrace(f"{self.argument}: cannot read {path}: {error.strerror}; check the path") from None
         if not requests:
-            raise BadTrace(f"--trace: {path} has no requests")
+            raise BadTrace(f"{self.argument}: {path} has no requests; write one on each line")
         return Trace(requests, self.arrivals, self.seed, path.name)
 
     def _request(self, where: str, line: bytes, number: int) -> BenchRequest:
@@ -101,6 +108,18 @@ class TraceReader:
             conversation="" if conversation is None else str(conversation),
             options=self.options,
         )
+
+    def _check_fits(self, where: str, request: BenchRequest, lengths: dict[str, int]) -> None:
+        """Raises BadTrace if a request is too long. ``lengths`` has the tokens of each conversation so far."""
+        length = len(request.prompt_token_ids) + request.max_tokens
+        if request.conversation:
+            length = lengths[request.conversation] = lengths.get(request.conversation, 0) + length
+        if self.max_model_len is not None and length > self.max_model_len:
+            turns = "the conversation's turns" if request.conversation else "prompt and output"
+            raise BadTrace(
+                f"{where}: {turns} have {length:,} tokens, and the model takes {self.max_model_len:,}; shorten them, "
+                "or set --max-model-len"
+            )
 
     def _prompt(self, fields: "_Fields", number: int) -> list[int]:
         ids = fields.values.get("prompt_token_ids")

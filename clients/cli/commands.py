@@ -50,6 +50,11 @@ COMMANDS = {
         "bench",
         "penstock.clients.bench.flags:make_parser",
     ),
+    "simulate": Command(
+        "penstock.service.simulate.command:main",
+        "predict throughput and latency of a service in virtual time",
+        parser="penstock.service.simulate.flags:make_parser",
+    ),
     "profile": Command("penstock.service.app.profile:main", "show where the time of a model's steps goes on a CPU"),
     "top": Command("penstock.clients.cli.admin.top:main", "show live statistics of a running service"),
     "explain": Command("penstock.clients.cli.admin.explain:main", "show where a request's time went"),

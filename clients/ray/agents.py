@@ -101,16 +101,16 @@ def main() -> int:
 
 
 def _reserve(ray: Any, order: AgentsOrder, closed: threading.Event) -> Any:
-    """Reserves the hosts: bundle 0 is this one, since no worker may run beside the leader. Waits until Ray has them;
-    returns None if the input is closed before."""
-    here = f"node:{ray.util.get_node_ip_address()}"
-    bundles = [{here: HERE}, *[order.resources] * order.num_hosts]
+    """Reserves the hosts: bundle 0 is this one, where the leader runs ranks too. Waits until Ray has them; returns None
+    if the input is closed before."""
+    here = {f"node:{ray.util.get_node_ip_address()}": HERE}
+    bundles = [{**order.resources, **here}, *[order.resources] * order.num_hosts]
     group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD")
     while not group.wait(WAIT_S):
         if closed.is_set():
             return None
         wanted = ", ".join(f"{number:g} {name}" for name, number in order.resources.items())
-        _log.info("Ray has no room yet: needs %d hosts besides this one, each with %s", order.num_hosts, wanted)
+        _log.info("Ray has no room yet: needs this host and %d others, each with %s", order.num_hosts, wanted)
     return group
 
 
@@ -140,4 +140,3 @@ def _write_token(token: str) -> Path:
     with os.fdopen(descriptor, "wb") as file:
         file.write(bytes.fromhex(token))
     return Path(name)
-

@@ -46,7 +46,7 @@ class JoinProof(msgspec.Struct, frozen=True):
     has_token: bool = False
 
 
-class ServedModel(msgspec.Struct, frozen=True):
+class LeaderModel(msgspec.Struct, frozen=True):
     """The model, as the leader's command line names it."""
 
     name: str
@@ -62,7 +62,7 @@ class JoinWelcome(msgspec.Struct, frozen=True):
     node_rank: int
     num_nodes: int
     ranks_per_node: int
-    model: ServedModel
+    model: LeaderModel
 
 
 class ModelReport(msgspec.Struct, frozen=True):

@@ -45,9 +45,8 @@ class Planner:
     def reconfigure(self) -> None:
         """Applies the limits and the policy of the planning context from the next plan on. Ranks must be updated
         before."""
-        policy = self._context.config.policy
-        self._preemption = PreemptionPolicy(policy, self._context)
-        self.waiting.arrange(policy)
+        self._preemption = PreemptionPolicy(self._context.config.policy, self._context)
+        self.waiting.arrange(self._context.config.policy)
         self.running.arrange()
         while len(self.running) > self._context.max_rows:
             last = max(self.running, key=lambda sequence: sequence.rank)
@@ -60,9 +59,10 @@ class Planner:
         if self._context.bisector:
             self._isolate_suspects()
         self._make_room()
-        plan = self._plan()
-        while plan.is_empty and self._make_room():
-            plan = self._plan()
+        num_before, plan = self.counters.preemptions, self._plan()
+        # With stages, a row may have been preempted in its turn while others could continue.
+        while plan.is_empty and (self._make_room() or self.counters.preemptions > num_before):
+            num_before, plan = self.counters.preemptions, self._plan()
         if plan.is_empty:
             return None
         plan.dropped = self.rows.take_drops()
@@ -72,8 +72,9 @@ class Planner:
 
     def _plan(self) -> StepPlan:
         plan = StepPlan(self.counters.steps, [], [], [], [], [])
-        shares = self._step_shares(plan.step)
-        drafting = self._plan_decodes(plan, () if shares is None else shares.sitting_out)
+        rows = self._preemption.rows_to_plan(plan.step)
+        shares = self._step_shares(plan.step, rows)
+        drafting = self._plan_decodes(plan, deque(rows), () if shares is None else shares.sitting_out)
         budget = self._context.budget - len(plan.decodes)
         chunked: list[SequenceState] = []
         if self.running.prefilling or len(self.waiting):
@@ -172,19 +173,19 @@ class Planner:
         for sequence in [row for row in self.running if not may_run(row.live.request.request_id)]:
             self._preempt(sequence, PreemptionDetail(PreemptionCause.SUSPECT))
 
-    def _step_shares(self, step: int) -> StepShares | None:
-        """Returns the tenants' shares of a step; None if tenants have none."""
+    def _step_shares(self, step: int, rows: list[SequenceState]) -> StepShares | None:
+        """Returns the tenants' shares of a step that may continue these rows; None if tenants have none."""
         if not self.waiting.by_turns:
             return None
-        decoding = [row for row in self.running.decoding if row.length_bound < row.length_limit]
-        decode_kv = sum(row.length_bound for row in decoding)
-        costs = self._model.decode_costs(len(decoding), decode_kv, self._base_s)
+        decoding = [row for row in rows if row.length_bound < row.length_limit]
+        costs = self._model.decode_costs(len(decoding), sum(row.length_bound for row in decoding), self._base_s)
         return StepShares(step, decoding, costs, self._base_s)
 
-    def _plan_decodes(self, plan: StepPlan, sitting_out: Container[SequenceState]) -> list[tuple[int, SequenceState]]:
-        """Plans a token for each decoding row that does not sit the step out; returns the rows that may have drafts,
-        with their positions in the plan."""
-        unplanned = deque(self._preemption.rows_to_plan(plan.step))  # without the rows that are preempted meanwhile
+    def _plan_decodes(
+        self, plan: StepPlan, unplanned: deque[SequenceState], sitting_out: Container[SequenceState]
+    ) -> list[tuple[int, SequenceState]]:
+        """Plans a token for each of these rows that does not sit the step out and is not preempted meanwhile; returns
+        the rows that may have drafts, with their positions in the plan."""
         drafting: list[tuple[int, SequenceState]] = []
         decode_kv = 0
         while unplanned:

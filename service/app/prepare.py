@@ -49,6 +49,7 @@ from penstock.service.config.sampling_defaults import SamplingDefaults, read_sam
 from penstock.service.config.serve_config import ServeConfig
 from penstock.service.hosts.credentials import JoinCredentials
 from penstock.service.hosts.leader import new_leader
+from penstock.service.hosts.ray_agents import RayAgents, with_own_address
 from penstock.service.rpc.foreign.contracts import ModelFiles
 from penstock.service.text.conversion.placing import place_tokenizer
 from penstock.service.text.tokenizer import Tokenizer
@@ -81,17 +82,24 @@ class Prepared:
     """What must exist as long as the service; its owner closes it."""
     leader: Leader | None = None
     """Accepts the other hosts; None: there are none."""
+    ray_agents: RayAgents | None = None
+    """Starts the workers there by Ray; None: the operator does."""
 
 
 def prepare(config: ServeConfig) -> Prepared:
     """Checks ports, model and files, the fastest checks first. Raises ListenError, HttpFailed, FileError, ModelError
     and TokenizerError."""
+    uses_ray = config.nnodes > 1 and config.distributed_executor_backend == "ray"
+    if uses_ray:
+        config = with_own_address(config)
     credentials = None if config.nnodes == 1 else JoinCredentials.load(config)
     with ExitStack() as resources:
         prepared = _prepare(config, resources)
     if credentials is None:
         return prepared
-    return dataclasses.replace(prepared, leader=new_leader(config, credentials, prepared.server.checkpoint))
+    leader = new_leader(config, credentials, prepared.server.checkpoint)
+    agents = RayAgents(config, prepared.worker, credentials.token) if uses_ray else None
+    return dataclasses.replace(prepared, leader=leader, ray_agents=agents)
 
 
 def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
@@ -152,6 +160,7 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         checks_grammars_soon=True,
         objectives={} if config.objectives is None else read_objectives(config.objectives),
         kv_events=config.kv_events,
+        step_log=config.step_log,
     )
     return Prepared(server, worker, load_tokenizer, *_http_processes(config, addresses), resources.pop_all())
 
@@ -309,9 +318,8 @@ def _flags(**values: object) -> Sequence[str]:
     return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
 
 
-def _worker_config(
-    config: ServeConfig, path: Path, tokenizer: Path, facts: TokenizerFacts, machine: Machine
-) -> WorkerConfig:
+def _choose_device(config: ServeConfig, machine: Machine) -> str:
+    """Returns the device of the ranks. Raises ModelError if this host has too few GPUs for them."""
     device = config.device
     if device == "auto":
         device = "cpu" if config.backend == "cpu" else machine.default_device()[0]
@@ -321,6 +329,13 @@ def _worker_config(
             f"--tensor-parallel-size {config.tensor_parallel_size}: each rank needs a GPU{here}, and this machine has "
             f"{len(machine.gpus)}"
         )
+    return device
+
+
+def _worker_config(
+    config: ServeConfig, path: Path, tokenizer: Path, facts: TokenizerFacts, machine: Machine
+) -> WorkerConfig:
+    device = _choose_device(config, machine)
     if config.threads is not None and config.threads > machine.topology.num_usable:
         _log.warning(
             "--threads %d: this process may use only %g cores, and threads that share a core wait for each other; "

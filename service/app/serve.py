@@ -25,8 +25,9 @@ from penstock.models.executor.log_format import JSON, log_uncaught, set_up_loggi
 from penstock.models.executor.spawn import Spawned
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import EngineState
-from penstock.scheduler.executor import ExecutorError
+from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.loop.engine import Engine
+from penstock.scheduler.simulation.logged_executor import LoggedExecutor, StepLogFile
 from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig, WorkerFacts
 from penstock.service.app.http_process import HttpFailed
 from penstock.service.app.prepare import Prepared, prepare
@@ -128,7 +129,8 @@ class _Life:
     def __init__(self, config: ServeConfig, prepared: Prepared, worker: Spawned | None) -> None:
         self._config = config
         self._prepared = prepared
-        self._engine = Engine(new_executor(prepared.worker, worker, prepared.leader), prepared.server.scheduler)
+        executor = logged(new_executor(prepared.worker, worker, prepared.leader), prepared.server)
+        self._engine = Engine(executor, prepared.server.scheduler)
         self._server = Server(
             prepared.server, self._engine, prepared.load_tokenizer, prepared.http, prepared.status_page
         )
@@ -143,12 +145,16 @@ class _Life:
             loop.add_signal_handler(signal.SIGHUP, self._server.file_watch.check_now)
         if lifeline is not None:
             loop.add_reader(lifeline, self._on_lifeline, lifeline)
-        leader = self._prepared.leader
+        leader, agents = self._prepared.leader, self._prepared.ray_agents
         try:
             if leader is not None:
                 _report(self._config, logging.INFO, await open_leader(leader, self._config))
+                if agents is not None:
+                    agents.start(leader.port, self._on_agents_end)
             has_served = await self._server.run(self._on_start)
         finally:
+            if agents is not None:
+                await agents.stop()
             if leader is not None:
                 await leader.close()
         return int(self._has_failed) if has_served else 128 + self._server.stop_signal
@@ -190,11 +196,28 @@ class _Life:
         self._server.request_stop(signal.SIGTERM)
         self._server.request_stop(signal.SIGTERM)  # the second one ends the grace period
 
+    def _on_agents_end(self, why: str) -> None:
+        self._has_failed = True
+        _log.error("%s; the service ends", why)
+        self._server.request_stop()
+
     def _on_state(self, state: EngineState) -> None:
         if state is EngineState.FAILED:
             self._has_failed = True
             _log.error("the engine has failed; the service ends, so that its supervisor can restart it")
             self._server.request_stop()
+
+
+def logged(executor: Executor, config: ServerConfig) -> Executor:
+    """Returns an executor that also logs its steps, if that is configured. Raises FileError."""
+    if config.step_log is None:
+        return executor
+    try:
+        file = StepLogFile(config.step_log)
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror})"
+        raise FileError(f"--step-log {config.step_log}: {reason}; give a file in a directory that exists") from error
+    return LoggedExecutor(executor, file, config.scheduler, installed_version(), config.max_drafts)
 
 
 def describe(facts: WorkerFacts, config: SchedulerConfig, speculation: SpeculationConfig | None = None) -> str:

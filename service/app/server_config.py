@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from penstock.clients.host.reloaded_files import CHECK_INTERVAL_S, Watched, WatchedFiles
 from penstock.clients.host.routing_headers import Objectives
@@ -94,6 +95,8 @@ class ServerConfig:
     """The priorities of requests by the objectives that gateways name."""
     kv_events: KvEventsConfig | None = None
     """How the prefix cache's changes are published over ZeroMQ; None: not at all."""
+    step_log: Path | None = None
+    """The file for the work and the time of each step; None: they are not logged."""
     stats_interval_s: float = INTERVAL_S
     """The interval between log lines with the engine's statistics."""
 

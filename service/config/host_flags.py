@@ -57,6 +57,13 @@ class HostFlags:
         None, "networks from which hosts may join the leader, separated by commas, such as 10.0.0.0/8",
         metavar="CIDRS", shown="all",
     )  # fmt: skip
+    distributed_executor_backend: str = flag(
+        "mp", "who starts the other hosts' workers: mp, you do, or ray, a Ray cluster of which this host is a node",
+        choices=["mp", "ray"],
+    )  # fmt: skip
+    ray_address: str = flag(
+        "auto", "the address of the Ray cluster; auto is the one that this host belongs to", metavar="ADDRESS"
+    )
     collective_interface: str | None = flag(
         None, "the network interface over which this host's ranks exchange tensors", metavar="NAME",
         shown="the one that routes to the leader",
@@ -79,6 +86,8 @@ def check_hosts(config: "ServeConfig") -> None:
     check_join_tls(config.join_tls_ca, config.join_tls_cert, config.join_tls_key)
     read_networks(config.join_allow)
     check_interface(config.collective_interface)
+    if config.distributed_executor_backend == "ray" and config.node_rank > 0:
+        raise ConfigError("--node-rank: with --distributed-executor-backend ray only the leader is started by hand")
     if not config.master_addr:
         raise ConfigError("--master-addr: is empty; give the leader's address")
     if config.node_rank == 0:

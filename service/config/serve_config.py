@@ -3,6 +3,8 @@
 Flags have vLLM's names if vLLM has the same flag. Nothing here touches the model, the port or the machine.
 """
 
+# ruff: noqa: RUF009 - flag returns a dataclasses.field
+
 import dataclasses
 import re
 from dataclasses import dataclass
@@ -160,6 +162,10 @@ class ServeConfig(HostFlags, AccessFlags):
     explain_requests: int = flag(
         1000, "number of ended requests that penstock explain can show", metavar="N", low=0, high=100_000,
         group="operation",
+    )  # fmt: skip
+    step_log: Path | None = flag(
+        None, "write the work and the time of each step to a file, which is replaced; penstock simulate predicts other "
+        "loads from it", metavar="FILE", shown="none",
     )  # fmt: skip
     drain_delay: float = flag(
         0.0, "after SIGTERM: how long new requests are still accepted while health reports NOT_SERVING, for load "

@@ -20,6 +20,7 @@ from penstock.models.executor.join.agent import AgentSettings, HostAgent
 from penstock.models.executor.join.refusal import JoinRefused
 from penstock.models.executor.log_format import JSON, TEXT, set_up_logging
 from penstock.service.config.addresses import Address, ListenError
+from penstock.service.config.command_line import PROGRAM as SERVE
 from penstock.service.config.flags import ConfigError
 from penstock.service.config.host_flags import check_interface, check_join_tls
 from penstock.service.config.serve_config import ServeConfig
@@ -59,6 +60,8 @@ class WorkerCommand:
     """CA, certificate and key: all or none."""
     settings: Mapping[str, str]
     choices: HostChoices
+    program: str = PROGRAM
+    """The command that the operator ran, for errors."""
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -103,6 +106,7 @@ def follow(config: ServeConfig) -> int:
         tls_files=(config.join_tls_ca, config.join_tls_cert, config.join_tls_key),
         settings=shared_settings(config),
         choices=choices,
+        program=SERVE,
     )
     return run_worker(command)
 
@@ -133,7 +137,7 @@ def run_worker(command: WorkerCommand) -> int:
         if command.choices.log_format == JSON:
             _log.critical("%s", error)
         else:
-            _write(str(error))
+            _write(str(error), command.program)
         return 1
     return 0
 
@@ -157,9 +161,9 @@ def end_process(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _write(message: str) -> None:
+def _write(message: str, program: str = PROGRAM) -> None:
     with contextlib.suppress(OSError):  # a full disk or a closed pipe
-        sys.stderr.write(f"{PROGRAM}: {' '.join(message.split())}\n")
+        sys.stderr.write(f"{program}: {' '.join(message.split())}\n")
 
 
 def make_parser() -> CommandParser:

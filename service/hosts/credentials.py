@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import ssl
 import stat
 from collections.abc import Callable
@@ -39,6 +40,8 @@ class JoinCredentials:
             is_leader=config.node_rank == 0,
         )  # fmt: skip
         is_open = found.token is None and found.tls is None
+        if is_open and config.distributed_executor_backend == "ray":
+            return cls(secrets.token_hex(MIN_TOKEN_BYTES).encode(), None)  # which only this service's workers get
         if config.node_rank == 0 and is_open and not resolves_to_loopback(config.master_addr):
             raise ListenError(
                 f"--master-addr {config.master_addr}: anyone who can reach this address could join and read all "

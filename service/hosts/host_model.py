@@ -11,7 +11,7 @@ from penstock.clients.host.machine import Machine
 from penstock.models.checkpoint.checkpoint import resolve_model
 from penstock.models.checkpoint.digest import CheckpointDigest, digest_checkpoint
 from penstock.models.errors import ModelError
-from penstock.models.executor.join_messages import ServedModel
+from penstock.models.executor.join_messages import LeaderModel
 from penstock.scheduler.worker_config import WorkerConfig
 from penstock.service.text.conversion.placing import place_tokenizer
 from penstock.service.text.tokenizer_config import TokenizerError
@@ -61,7 +61,7 @@ class LocalModel:
         )
 
 
-def find_local_model(served: ServedModel, choices: HostChoices, machine: Machine, resources: ExitStack) -> LocalModel:
+def find_local_model(served: LeaderModel, choices: HostChoices, machine: Machine, resources: ExitStack) -> LocalModel:
     """Finds the model that the leader serves, or the one that this host's command line names in its place. What is
     made of its tokenizer exists as long as ``resources``. Raises ModelError."""
     own = choices.model is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 from penstock.clients.host.distribution import installed_version
 from penstock.models.checkpoint.digest import CheckpointDigest
 from penstock.models.executor.join.leader import Leader, LeaderSettings
-from penstock.models.executor.join_messages import ServedModel
+from penstock.models.executor.join_messages import LeaderModel
 from penstock.service.config.addresses import Address, ListenError
 from penstock.service.config.host_flags import read_networks
 from penstock.service.config.serve_config import ServeConfig
@@ -24,7 +24,7 @@ _ANYWHERE = ("0.0.0.0", "::")  # noqa: S104 - only compared with
 def new_leader(config: ServeConfig, credentials: JoinCredentials, digest: CheckpointDigest) -> Leader:
     """Returns the leader that a config describes. It does not listen yet."""
     path = Path(config.model).expanduser()
-    model = ServedModel(
+    model = LeaderModel(
         # A path of this host; on the others, the model may be elsewhere.
         name=str(path.absolute()) if path.exists() else config.model,
         revision=config.revision,
@@ -73,4 +73,6 @@ async def open_leader(leader: Leader, config: ServeConfig) -> str:
     if config.join_tls_ca is not None:
         command += ["--join-tls-ca", "FILE", "--join-tls-cert", "FILE", "--join-tls-key", "FILE"]
     others = "the other host" if config.nnodes == 2 else f"each of the {config.nnodes - 1} other hosts"
+    if config.distributed_executor_backend == "ray":
+        return f"waits for other hosts on {address.with_port(leader.port)}; Ray starts penstock worker on {others}"
     return f"waits for other hosts on {address.with_port(leader.port)}; on {others} run: {shlex.join(command)}"

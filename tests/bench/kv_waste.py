@@ -12,7 +12,7 @@ from cpu_bench import workloads
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.scheduler.testing.fake_worker import FakeRow, Slots
-from penstock.scheduler.testing.simulation import Simulation
+from penstock.scheduler.testing.simulation import checked_simulation
 from penstock.scheduler.timing.step_time import StepWork
 
 
@@ -54,7 +54,7 @@ def main() -> None:
         facts = FakeExecutor(num_blocks=2048, vocab_size=32_000, max_num_batched_tokens=options.step_tokens).facts
         config = SchedulerConfig(max_num_seqs=options.step_tokens, max_num_batched_tokens=options.step_tokens)
         slots = HeldSlots(facts.block_size)
-        simulation = Simulation(facts, config, slots.count, slots)
+        simulation = checked_simulation(facts, config, slots.count, slots)
         for prompt, num_output in workloads.build(name, 0):
             simulation.ask(0.0, len(prompt), num_output)
         simulation.run()

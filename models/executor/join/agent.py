@@ -29,8 +29,8 @@ from penstock.models.executor.join_messages import (
     JoinProof,
     JoinRefusal,
     JoinWelcome,
+    LeaderModel,
     ModelReport,
-    ServedModel,
 )
 from penstock.models.executor.rank import share_of_host
 from penstock.models.executor.wire import FrameKind, WireError, encode_frame
@@ -80,12 +80,12 @@ class AgentSettings:
 class HostAgent:
     """Joins a leader, again and again, until a refusal is final."""
 
-    def __init__(self, settings: AgentSettings, find_model: Callable[[ServedModel], HostModel]) -> None:
+    def __init__(self, settings: AgentSettings, find_model: Callable[[LeaderModel], HostModel]) -> None:
         """``find_model`` may be slow, and runs in a thread; it raises ModelError."""
         self._settings = settings
         self._find_model = find_model
         self._identity = secrets.token_hex(16)
-        self._models: dict[ServedModel, HostModel] = {}
+        self._models: dict[LeaderModel, HostModel] = {}
         self._said: tuple[str, float] = ("", 0.0)
 
     async def run(self) -> None:
@@ -229,7 +229,7 @@ class HostAgent:
             reading.cancel()
             await asyncio.gather(*(hosted.abort() for hosted in (*ranks.values(), *ended)))
 
-    async def _report_model(self, link: JoinLink, served: ServedModel) -> None:
+    async def _report_model(self, link: JoinLink, served: LeaderModel) -> None:
         """Reads the model's files, unless it has read them, and reports their digests."""
         if served not in self._models:
             logger.info("reading the files of %s", served.name)

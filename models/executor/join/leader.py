@@ -24,8 +24,8 @@ from penstock.models.executor.join_messages import (
     JoinProof,
     JoinRefusal,
     JoinWelcome,
+    LeaderModel,
     ModelReport,
-    ServedModel,
 )
 from penstock.models.executor.wire import HEADER, FrameKind, WireError, decode_body
 from penstock.scheduler.executor import ExecutorError
@@ -53,7 +53,7 @@ class LeaderSettings:
     num_nodes: int
     ranks_per_node: int
     version: str
-    model: ServedModel
+    model: LeaderModel
     digest: Sequence[bytes]
     """The digests of the model's config, weights and tokenizer."""
     settings: Mapping[str, str] = field(default_factory=dict)

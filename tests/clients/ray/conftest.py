@@ -105,3 +105,23 @@ def ray_cluster() -> Iterator[RayCluster]:
                 for process in processes:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.kill()
+
+
+@pytest.fixture
+def two_raylets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A cluster of two nodes with a CPU each."""
+    utils: Any = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed")
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    node = {"num_cpus": 1, "object_store_memory": OBJECT_STORE_BYTES}
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        monkeypatch.setenv("RAY_TMPDIR", directory)
+        Path(directory, "ray").mkdir()
+        head = {**node, "include_dashboard": False}
+        cluster = utils.Cluster(initialize_head=True, head_node_args=head)
+        cluster.node_args = {**node, "node_ip_address": "127.0.0.2"}  # Ray tells nodes apart by their addresses
+        cluster.node = cluster.add_node(**cluster.node_args)
+        try:
+            yield cluster
+        finally:
+            cluster.shutdown()

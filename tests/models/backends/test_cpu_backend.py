@@ -14,8 +14,7 @@ import pytest
 
 from penstock.kernels.cpu.bindings import LibraryMissing, load_library
 from penstock.models.backends.base import load_backend
-from penstock.models.backends.cpu import backend as cpu_backend
-from penstock.models.backends.cpu import loading as cpu_loading
+from penstock.models.backends.cpu import backend as cpu_backend, loading as cpu_loading
 from penstock.models.errors import ModelError
 from penstock.models.executor import spawn
 from penstock.models.executor.process import WorkerProcess

@@ -10,7 +10,8 @@ import pytest
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import EngineFinishReason
-from penstock.scheduler.testing.simulation import Outcome, Simulation, StepSeconds, cpu_step_s
+from penstock.scheduler.simulation.simulation import Outcome
+from penstock.scheduler.testing.simulation import StepSeconds, checked_simulation, cpu_step_s
 from penstock.scheduler.timing.step_time import StepWork
 from penstock.scheduler.worker_config import MeasuredStep, WorkerFacts
 
@@ -70,7 +71,7 @@ def new_simulation(model="small", num_blocks=200_000, num_host_blocks=0, **confi
             for step in measured
         ),
     )
-    return Simulation(facts, SchedulerConfig(**config), lambda work: step_s(work) * rng.lognormvariate(0, 0.05))
+    return checked_simulation(facts, SchedulerConfig(**config), lambda work: step_s(work) * rng.lognormvariate(0, 0.05))
 
 
 def burst(simulation, kind, size, seed=0, *, within_s=None, n=1, num_priorities=1, num_tenants=1) -> list[Outcome]:

@@ -11,7 +11,8 @@ import pytest
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import RefusalKind
-from penstock.scheduler.testing.simulation import Outcome, Simulation, cpu_step_s
+from penstock.scheduler.simulation.simulation import Outcome
+from penstock.scheduler.testing.simulation import checked_simulation, cpu_step_s
 from penstock.scheduler.worker_config import WorkerFacts
 
 MAX_ROWS = 32
@@ -37,7 +38,7 @@ def new_simulation(request):
             weight_bytes=0,
             kv_bytes=0,
         )
-        return Simulation(facts, config, lambda work: slower * cpu_step_s(work) * rng.lognormvariate(0, noise))
+        return checked_simulation(facts, config, lambda work: slower * cpu_step_s(work) * rng.lognormvariate(0, noise))
 
     return new
 

@@ -5,7 +5,7 @@ import pytest
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import RowFailure, SamplingParams
 from penstock.scheduler.request import Change, EngineFinishReason, SpeculationCounts
-from penstock.scheduler.testing.simulation import Simulation
+from penstock.scheduler.testing.simulation import checked_simulation
 from penstock.scheduler.timeline_entry import EntryKind
 from penstock.scheduler.timing.queued_work import sequence_work
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
@@ -287,7 +287,7 @@ def test_what_a_row_gains_in_a_step():
 def test_times_are_predicted_by_what_is_accepted():
     """A request with drafts is through in half of the steps; what its successors are told follows."""
     facts = WorkerFacts(1000, 16, 100, 4000, 8, 256, "fake", "fake", "cpu", "float32", "float32", 0, 0)
-    simulation = Simulation(facts, SchedulerConfig(max_num_seqs=8), lambda work: 0.01)
+    simulation = checked_simulation(facts, SchedulerConfig(max_num_seqs=8), lambda work: 0.01)
     for number in range(40):
         simulation.ask(number * 1.0, 20, 61, max_drafts=2)
     simulation.run()

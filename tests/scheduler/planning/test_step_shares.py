@@ -7,7 +7,7 @@ import pytest
 
 from penstock.scheduler.config import SchedulerConfig, TenantLimits
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.testing.simulation import Simulation, cpu_step_s
+from penstock.scheduler.testing.simulation import checked_simulation, cpu_step_s
 from penstock.scheduler.worker_config import WorkerFacts
 
 FAIR = SchedulerConfig(policy=Policy.FAIR, max_num_seqs=128, max_num_batched_tokens=512)
@@ -25,7 +25,7 @@ def new_simulation():
         step_times: list[float] = []
         rest = ("", "", "cpu", "", "", 0, 0)
         facts = WorkerFacts(num_blocks, 16, 1 << 30, 16_384, config.max_num_seqs, config.max_num_batched_tokens, *rest)
-        return Simulation(facts, config, step_s), step_times
+        return checked_simulation(facts, config, step_s), step_times
 
     return new
 

@@ -12,7 +12,7 @@ from penstock.models.executor import spawn
 from penstock.models.executor.join.agent import AgentSettings, HostAgent
 from penstock.models.executor.join.leader import Leader, LeaderSettings
 from penstock.models.executor.join.refusal import JoinRefused
-from penstock.models.executor.join_messages import ServedModel
+from penstock.models.executor.join_messages import LeaderModel
 from penstock.scheduler.worker_config import WorkerConfig
 
 TOKEN = bytes(range(32))
@@ -37,7 +37,7 @@ def leader_settings(**changes: Any) -> LeaderSettings:
         "num_nodes": 2,
         "ranks_per_node": 1,
         "version": VERSION,
-        "model": ServedModel("none"),
+        "model": LeaderModel("none"),
         "digest": DIGEST,
         "token": TOKEN,
     }

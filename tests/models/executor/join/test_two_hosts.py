@@ -14,7 +14,7 @@ from penstock.models.backends.distributed import interface_to
 from penstock.models.checkpoint.digest import digest_checkpoint
 from penstock.models.executor.group import WorkerGroup
 from penstock.models.executor.join.leader import Leader
-from penstock.models.executor.join_messages import ServedModel
+from penstock.models.executor.join_messages import LeaderModel
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.plan import SamplingParams
 from penstock.scheduler.request import EngineFinishReason
@@ -34,7 +34,7 @@ async def test_a_rank_on_another_host_is_killed_amid_8_streams(
     await whole.finish(alone)
     settings = leader_settings(
         version=installed_version(),
-        model=ServedModel(str(path)),
+        model=LeaderModel(str(path)),
         digest=digest_checkpoint(path, path, has_weights=True),
         token=TOKEN.hex().encode(),
     )

@@ -1,0 +1,1 @@
+"""The scheduler and the KV manager in virtual time: step logs, the costs that are fitted to them, and replicas."""

@@ -1,0 +1,154 @@
+"""Fits the costs of steps to a step log.
+
+The features are those of ``StepTimeModel``. That model follows a machine whose speed changes, so the newest steps count
+most; this fit weighs all steps equally. It minimizes the squares of the relative errors, with no cost below zero.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.scheduler.simulation.costs import (
+    MESSAGE_S,
+    REQUEST_S,
+    DraftRates,
+    ServiceCosts,
+    SimulatedCosts,
+    StepCosts,
+    StepNoise,
+)
+from penstock.scheduler.simulation.step_log import LoggedStep, StepLog, StepLogError
+
+MIN_STEPS = 32
+MIN_DIFFERENT = 8
+"""The minimum number of steps with different work: there are as many costs."""
+MAX_FACTORS = 4096
+"""The maximum number of measured factors of either kind that are kept as noise."""
+_ROUNDS = 6
+_SWEEPS = 400
+_DAMPING = 1e-9
+_RARE_DRAFTS = 0.005
+
+Floats = NDArray[np.float64]
+
+
+class Fit(NamedTuple):
+    """The costs that were fitted, and how well they match the log."""
+
+    costs: SimulatedCosts
+    num_steps: int
+    median_error: float
+    """The median of the relative errors of the predicted times."""
+    most_tokens: int
+    """Prompt tokens and decoding rows of the step that had the most."""
+    most_rows: int
+    """Decoding rows of the step that had the most."""
+
+
+def fit_costs(log: StepLog) -> Fit:
+    """Returns the costs of the steps in a log. Raises StepLogError if they are too few or too similar."""
+    steps = [step for step in log.steps if step.seconds > 0]
+    _check_enough(steps)
+    features, seconds = _features(steps), np.array([step.seconds for step in steps])
+    copy_s = log.header.facts.copy_us_per_block * 1e-6
+    seconds = np.maximum(seconds - copy_s * np.array([step.copied_blocks for step in steps]), seconds / 2)
+    coefficients = _fit_relative(features, seconds)
+    predicted = np.maximum(features @ coefficients, 1e-9)
+    factors, has_chunks = seconds / predicted, features[:, 5] > 0
+    noise = StepNoise(_thinned(factors[~has_chunks]), _thinned(factors[has_chunks]))
+    costs = StepCosts(*map(float, coefficients))
+    return Fit(
+        SimulatedCosts(costs, noise, _service_costs(steps), _draft_rates(log), copy_s),
+        len(steps),
+        float(np.median(np.abs(1 / factors - 1))),
+        max(step.prefill_tokens + step.decodes for step in steps),
+        max(step.decodes for step in steps),
+    )
+
+
+def _check_enough(steps: Sequence[LoggedStep]) -> None:
+    """Raises StepLogError if the costs cannot be fitted."""
+    different = {step.work for step in steps}
+    problem = ""
+    if len(steps) < MIN_STEPS:
+        problem = f"has {len(steps)} steps, and a fit needs {MIN_STEPS}"
+    elif len(different) < MIN_DIFFERENT:
+        problem = f"has {len(different)} different steps, and a fit needs {MIN_DIFFERENT}"
+    elif not any(step.chunks for step in steps):
+        problem = "has no step with a prompt"
+    elif not any(step.decodes for step in steps):
+        problem = "has no step with decoding rows"
+    if problem:
+        raise StepLogError(
+            f"{problem}; log a longer and more varied load, such as penstock bench --rate 5 --prompt-tokens "
+            "lognormal:300,200 --output-tokens uniform:16-96"
+        )
+
+
+def _features(steps: Sequence[LoggedStep]) -> Floats:
+    """Returns a row for each step, with a column for each cost."""
+    rows = [
+        (
+            1, step.prefill_tokens, step.prefill_kv, step.decodes, step.decode_kv, step.chunks, step.chunk_kv,
+            step.drafts,
+        )
+        for step in steps
+    ]  # fmt: skip
+    return np.array(rows, dtype=np.float64)
+
+
+def _fit_relative(features: Floats, seconds: Floats) -> Floats:
+    """Returns the costs, none below zero, with the least squares of errors relative to the predictions. A prediction
+    counts as at most twice and at least half the time, so that a step that took far too long hardly counts."""
+    about = seconds
+    coefficients = np.zeros(features.shape[1])
+    for _ in range(_ROUNDS):
+        coefficients = _non_negative(features / about[:, None], seconds / about)
+        about = np.clip(features @ coefficients, seconds / 2, seconds * 2)
+    return coefficients
+
+
+def _non_negative(features: Floats, targets: Floats) -> Floats:
+    """Returns the least squares solution with no coefficient below zero, by coordinate descent."""
+    scales = np.sqrt((features**2).sum(axis=0))
+    used = np.flatnonzero(scales)
+    scaled = features[:, used] / scales[used]
+    products: Any = (scaled.T @ scaled + _DAMPING * np.eye(len(used))).tolist()
+    sums: Any = (scaled.T @ targets).tolist()
+    found = [0.0] * len(used)
+    for _ in range(_SWEEPS):
+        for index, row in enumerate(products):
+            rest = sums[index] - sum(map(float.__mul__, row, found))
+            found[index] = max(0.0, found[index] + rest / row[index])
+    coefficients = np.zeros(features.shape[1])
+    coefficients[used] = np.array(found) / scales[used]
+    return coefficients
+
+
+def _thinned(factors: Floats) -> Sequence[float]:
+    """Returns the factors, or some of them in equal distances."""
+    every = max(1, -(-len(factors) // MAX_FACTORS))
+    return [round(float(factor), 4) for factor in factors[::every]] or [1.0]
+
+
+def _service_costs(steps: Sequence[LoggedStep]) -> ServiceCosts:
+    """Returns the time that steps took outside of the worker."""
+    # If the worker waited for the plan, everything beside the step itself is on the way between the processes.
+    ways = [step.answered_s - step.submitted_s - step.seconds for step in steps if step.waited_s > 0]
+    way_s = max(0.0, float(np.median(ways))) if ways else 0.0
+    num_rows = np.array([step.chunks + step.decodes for step in steps], dtype=np.float64)
+    handled = np.array([step.handled_s for step in steps])
+    features = np.stack([np.ones(len(steps)), num_rows], axis=1)
+    base_s, row_s = map(float, _non_negative(features, np.minimum(handled, np.quantile(handled, 0.99))))
+    return ServiceCosts(way_s / 2, way_s / 2, base_s, row_s, REQUEST_S, MESSAGE_S)
+
+
+def _draft_rates(log: StepLog) -> DraftRates:
+    """Returns how much was drafted, and nothing if that was rare."""
+    decodes, drafts = (sum(getattr(step, name) for step in log.steps) for name in ("decodes", "drafts"))
+    per_row = drafts / decodes if decodes else 0.0
+    if per_row < _RARE_DRAFTS or not log.header.max_drafts:
+        return DraftRates()
+    return DraftRates(per_row, sum(step.accepted for step in log.steps) / drafts, log.header.max_drafts)

@@ -1,0 +1,1 @@
+"""``penstock simulate``: a load on a service that does not run, in virtual time."""

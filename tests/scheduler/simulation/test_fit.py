@@ -1,0 +1,95 @@
+"""The fit of costs to a step log."""
+
+from statistics import median
+
+import msgspec
+import pytest
+from simulations.step_logs import COSTS, header, random_steps
+
+from penstock.scheduler.simulation.costs import StepCosts
+from penstock.scheduler.simulation.fit import fit_costs
+from penstock.scheduler.simulation.step_log import StepLog, StepLogError
+
+
+def errors(costs, steps):
+    return [abs(costs.seconds(step.work) / COSTS.seconds(step.work) - 1) for step in steps]
+
+
+def test_costs_that_explain_all_steps_are_found():
+    fit = fit_costs(StepLog(header(), random_steps()))
+    assert max(errors(fit.costs.step, random_steps(seed=1))) < 0.01
+    assert fit.median_error < 0.001
+    assert fit.num_steps == 400
+    assert fit.most_rows == 32
+
+
+def test_noise_hardly_matters_and_is_kept():
+    fit = fit_costs(StepLog(header(), random_steps(1000, noise=0.2)))
+    assert median(errors(fit.costs.step, random_steps(seed=1))) < 0.05
+    for factors in (fit.costs.noise.decoding, fit.costs.noise.chunked):
+        assert sum(factors) / len(factors) == pytest.approx(1.0, abs=0.05)
+        assert max(factors) > 1.3
+
+
+def test_a_few_steps_that_took_far_too_long_hardly_matter():
+    steps = random_steps(400)
+    for place in range(0, 400, 50):
+        steps[place] = msgspec.structs.replace(steps[place], seconds=1.0)
+    fit = fit_costs(StepLog(header(), steps))
+    assert median(errors(fit.costs.step, random_steps(seed=1))) < 0.1
+
+
+def test_no_cost_is_negative():
+    steps = [msgspec.structs.replace(step, seconds=0.05 / (1 + step.decodes)) for step in random_steps(200)]
+    fit = fit_costs(StepLog(header(), steps))
+    assert min(fit.costs.step) >= 0
+    assert fit.costs.step.constant > 0
+
+
+def test_the_time_outside_of_the_worker():
+    service = fit_costs(StepLog(header(), random_steps())).costs.service
+    assert service.submit_s + service.answer_s == pytest.approx(0.002, abs=1e-5)
+    assert service.handling_s(16) == pytest.approx(1e-4, abs=1e-5)
+
+
+def test_drafts_are_counted_if_they_were_frequent():
+    steps = [
+        msgspec.structs.replace(step, drafts=2 * step.decodes, accepted=step.decodes) for step in random_steps(100)
+    ]
+    first = msgspec.structs.replace(header(), max_drafts=5)
+    rates = fit_costs(StepLog(first, steps)).costs.drafts
+    assert (rates.per_row, rates.accepted, rates.most) == (2.0, 0.5, 5)
+    assert fit_costs(StepLog(first, random_steps())).costs.drafts.most == 0
+
+
+def test_the_time_of_copies_is_not_that_of_steps():
+    steps = [msgspec.structs.replace(step, copied_blocks=10, seconds=step.seconds + 1e-3) for step in random_steps()]
+    first = header(copy_us_per_block=100)
+    fit = fit_costs(StepLog(first, steps))
+    assert fit.costs.copy_s == pytest.approx(1e-4)
+    assert median(errors(fit.costs.step, random_steps(seed=1))) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("steps", "problem"),
+    [
+        ([], "has 0 steps, and a fit needs 32; log a longer and more varied load"),
+        (random_steps(31), "has 31 steps, and a fit needs 32"),
+        (random_steps(5) * 10, "has 5 different steps, and a fit needs 8"),
+        ([step for step in random_steps(200) if not step.chunks], "has no step with a prompt"),
+        (
+            [msgspec.structs.replace(step, decodes=0, decode_kv=0) for step in random_steps(200)],
+            "has no step with decoding rows",
+        ),
+        ([msgspec.structs.replace(step, seconds=0.0) for step in random_steps(200)], "has 0 steps"),
+    ],
+)
+def test_too_few_or_too_similar_steps_are_refused(steps, problem):
+    with pytest.raises(StepLogError, match=problem):
+        fit_costs(StepLog(header(), steps))
+
+
+def test_costs_count_each_unit_of_work():
+    work = random_steps(1, seed=3)[0].work
+    assert StepCosts(constant=1.0).seconds(work) == 1.0
+    assert StepCosts(decodes=1.0, drafts=2.0).seconds(work, 3) == work.decodes + 6.0
