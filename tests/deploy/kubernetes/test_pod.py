@@ -22,10 +22,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from serve_process import PENSTOCK, serving, target_of
 from wire.http_get import fetch
 
-from penstock.clients import Client
+from penstock.clients import Client, Delta
 from penstock.service.config.addresses import LIVE_PATH, READY_PATH
 
 OPERATOR_KEY = "a-key-of-an-operator"
+PROMPT = "Once upon a time"
+OPTIONS: dict[str, Any] = {"max_tokens": 3000, "ignore_eos": True, "temperature": 0.0}
+"""Takes a second or more, so that something can happen meanwhile."""
 
 Serve = Callable[[Manifest], Any]
 
@@ -135,31 +138,44 @@ def test_probes_and_hook_work_beside_tls_and_keys(render: Callable[..., Any], se
         assert end(process) == 0
 
 
-def test_a_leader_and_a_worker_serve_together(render: Callable[..., Any], tmp_path: Path, free_port: int) -> None:
-    flags = {"threads": 1, "kv-cache-memory-bytes": 16 << 20, "join-timeout": 60}
+def test_a_worker_is_replaced_and_the_leaders_stream_goes_on(
+    render: Callable[..., Any], tmp_path: Path, free_port: int
+) -> None:
+    flags = {"threads": 1, "kv-cache-memory-bytes": 32 << 20, "join-timeout": 60}
     manifests = render(hosts={"size": 2, "port": free_port}, shutdown={"drainDelaySeconds": 0}, flags=flags)
     token = tmp_path / "etc/join/token"
     token.parent.mkdir(parents=True)
     token.write_bytes(base64.b64decode(find(manifests, "Secret")["data"]["token"]))
     token.chmod(0o440)
-    leader, worker = container(manifests), container(manifests, role=WORKER)
-    given = {"POD_IP": "127.0.0.1", "LWS_LEADER_ADDRESS": "127.0.0.1"}
-    variables = on_this_machine(environment(worker, **given), tmp_path)
-    arguments = [expand(each, variables).replace("/etc/penstock", f"{tmp_path}/etc") for each in worker["args"]]
     log = tmp_path / "worker.log"
-    with log.open("w") as errors:
-        # The worker starts first, and looks for its leader until it is there.
-        joined = subprocess.Popen([PENSTOCK, "worker", *arguments], env=variables, cwd=tmp_path, stderr=errors)
+    given = {"POD_IP": "127.0.0.1", "LWS_LEADER_ADDRESS": "127.0.0.1"}
+    rendered = container(manifests, role=WORKER)
+    variables = on_this_machine(environment(rendered, **given), tmp_path)
+    arguments = [expand(each, variables).replace("/etc/penstock", f"{tmp_path}/etc") for each in rendered["args"]]
+
+    def start_worker() -> subprocess.Popen[bytes]:
+        with log.open("a") as errors:
+            return subprocess.Popen([PENSTOCK, "worker", *arguments], env=variables, cwd=tmp_path, stderr=errors)
+
+    worker = start_worker()  # before its leader, for which it waits
     try:
-        variables = on_this_machine(environment(leader, **given), tmp_path)
-        with serving(command=(PENSTOCK, "serve"), env=variables, cwd=tmp_path) as (process, greeting):
-            port = target_of(greeting).rpartition(":")[2]
-            with Client(f"127.0.0.1:{port}") as client:
-                assert client.complete("Once upon a time", max_tokens=5, ignore_eos=True).text
-            assert "as node rank 1 of 2" in log.read_text()
+        leader = on_this_machine(environment(container(manifests), **given), tmp_path)
+        with serving(command=(PENSTOCK, "serve"), env=leader, cwd=tmp_path) as (process, greeting):
+            with Client(f"127.0.0.1:{target_of(greeting).rpartition(':')[2]}") as client:
+                whole = client.complete(PROMPT, **OPTIONS).text
+                pieces = []
+                for event in client.generate(PROMPT, **OPTIONS):
+                    if isinstance(event, Delta):
+                        pieces.append(event.text)
+                        if len(pieces) == 3:
+                            worker.kill()
+                            worker.wait()
+                            worker = start_worker()
+            assert "".join(pieces) == whole
+            assert log.read_text().count("as node rank 1 of 2") == 2
             assert end(process) == 0
-        joined.terminate()
-        assert joined.wait() == 0
+        worker.terminate()
+        assert worker.wait() == 0
     finally:
-        joined.kill()
-        joined.wait()
+        worker.kill()
+        worker.wait()
