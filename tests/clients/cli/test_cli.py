@@ -13,7 +13,7 @@ HEAVY = {"grpc", "tqdm", "torch", "msgspec", "tokenizers"}
 def test_help_has_a_line_for_each_command(capsys):
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert len(commands.COMMANDS) == 17
+    assert len(commands.COMMANDS) == 18
     for name in commands.COMMANDS:
         assert re.search(rf"^  {name} +\w", out, re.MULTILINE)
     assert "examples:" in out
@@ -34,8 +34,8 @@ def test_an_unknown_command(capsys):
     assert capsys.readouterr().err == "penstock: unknown command chatt; did you mean chat?\n"
     assert cli.main(["bake"]) == 2
     assert (
-        "the commands are serve, gateway, status-page, chat, generate, bench, profile, top, explain, requests, cancel, "
-        "drain, flush-cache, settings, models, doctor, completion" in capsys.readouterr().err
+        "the commands are serve, gateway, status-page, chat, generate, bench, simulate, profile, top, explain, "
+        "requests, cancel, drain, flush-cache, settings, models, doctor, completion" in capsys.readouterr().err
     )
 
 
