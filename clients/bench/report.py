@@ -95,8 +95,7 @@ class Report:
     began_s: float
     """The start, by ``time.perf_counter``."""
     ended_s: float
-    client: ClientLoad | None
-    """None: nothing was sent, because the run was simulated."""
+    client: ClientLoad
     was_stopped: bool = False
     """Whether the run was interrupted."""
 
@@ -135,11 +134,8 @@ class Report:
             "sent_late_s": spread(r.late_s for r in sent if r.request.arrival_s is not None),
             "predicted_ttft": self._predictions(),
             "speculation": _speculation(sent),
-            "client": None,
+            "client": {**asdict(self.client), "is_limit": self.client.busiest_second_share > BUSY_SHARE},
         }
-        if self.client is not None:
-            is_limit = self.client.busiest_second_share > BUSY_SHARE
-            summary["client"] = {**asdict(self.client), "is_limit": is_limit}
         if slo is not None:
             good = sum(map(slo.is_kept, self.records))
             bounds = {name: bound for name, bound in asdict(slo).items() if bound is not None}

@@ -56,7 +56,7 @@ def _spreads(summary: Mapping[str, Any]) -> Iterator[str]:
 
 def _client(summary: Mapping[str, Any]) -> Iterator[str]:
     client, late = summary["client"], summary["sent_late_s"]
-    if client is None:
+    if client is None:  # the run was simulated
         return
     loop = f"its event loop {client['loop_share']:.0%}, {client['busiest_second_share']:.0%} in the busiest second"
     shares = f"{client['process_share']:.0%} of a core ({loop})"

@@ -37,7 +37,7 @@ class StepCosts(NamedTuple):
 
 
 class MeasuredFactor(NamedTuple):
-    """By how much a step differed from its predicted time."""
+    """The time of a step by its predicted time."""
 
     at_s: float
     """When it was measured, from the start of the log."""

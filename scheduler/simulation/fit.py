@@ -1,7 +1,8 @@
 """Fits the costs of steps to a step log.
 
 The features are those of ``StepTimeModel``. That model follows a machine whose speed changes, so the newest steps count
-most; this fit weighs all steps equally. It minimizes the squares of the relative errors, with no cost below zero.
+most; this fit weighs all steps equally. It minimizes the absolute values of the relative errors, with no cost below
+zero. What steps took beyond it is kept as noise.
 """
 
 from collections.abc import Sequence
@@ -25,8 +26,12 @@ from penstock.scheduler.simulation.step_log import LoggedStep, StepLog, StepLogE
 MIN_STEPS = 32
 MIN_DIFFERENT = 8
 """The minimum number of steps with different work: there are as many costs."""
-_ROUNDS = 6
-_SWEEPS = 400
+MAX_FACTOR = 3.0
+"""The maximum factor that is kept as noise. A step that took longer was stopped by another program."""
+_ROUNDS = 16
+_EXACT = 0.01
+"""Smaller relative errors than this all count the same."""
+_SWEEPS = 200
 _DAMPING = 1e-9
 _RARE_DRAFTS = 0.005
 
@@ -101,13 +106,15 @@ def _features(steps: Sequence[LoggedStep]) -> Floats:
 
 
 def _fit_relative(features: Floats, seconds: Floats) -> Floats:
-    """Returns the costs, none below zero, with the least squares of errors relative to the predictions. A prediction
-    counts as at most twice and at least half the time, so that a step that took far too long hardly counts."""
-    about = seconds
-    coefficients = np.zeros(features.shape[1])
+    """Returns the costs, none below zero, with the least sum of absolute errors relative to the times. So half of the
+    steps take longer than predicted, and it does not matter how much longer: what slows a machine down for a while also
+    lets queues grow, and would count as a cost of rows."""
+    relative = features / seconds[:, None]
+    weights = np.ones(len(seconds))
     for _ in range(_ROUNDS):
-        coefficients = _non_negative(features / about[:, None], seconds / about)
-        about = np.clip(features @ coefficients, seconds / 2, seconds * 2)
+        roots = np.sqrt(weights)
+        coefficients = _non_negative(relative * roots[:, None], roots)
+        weights = 1 / np.maximum(np.abs(relative @ coefficients - 1), _EXACT)
     return coefficients
 
 
@@ -130,7 +137,7 @@ def _non_negative(features: Floats, targets: Floats) -> Floats:
 
 def _noise(times: Floats, factors: Floats) -> Sequence[MeasuredFactor]:
     """Returns the factors with their times."""
-    measured = sorted(zip(times.tolist(), factors.tolist(), strict=True))
+    measured = sorted(zip(times.tolist(), np.minimum(factors, MAX_FACTOR).tolist(), strict=True))
     return [MeasuredFactor(*each) for each in measured] or [MeasuredFactor(0.0, 1.0)]
 
 

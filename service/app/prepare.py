@@ -106,8 +106,7 @@ def prepare(config: ServeConfig) -> Prepared:
 def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
     machine = inspect_machine()
     addresses = _check_addresses(config, machine)
-    if config.kv_events is not None:
-        _check_kv_events(config.kv_events)
+    _check_kv_events(config.kv_events)
     files = OperatorFiles.load(config)
     has_weights = config.load_format != "dummy"
     path, checkpoint = _find_model(config, has_weights)
@@ -226,8 +225,10 @@ def _check_addresses(config: ServeConfig, machine: Machine) -> _Addresses:
     return _Addresses(admin, metrics, http, status_page)
 
 
-def _check_kv_events(config: KvEventsConfig) -> None:
+def _check_kv_events(config: KvEventsConfig | None) -> None:
     """Raises ListenError if an address is in use, or if the package for ZeroMQ is not installed."""
+    if config is None:
+        return
     if importlib.util.find_spec("zmq") is None:
         raise ListenError(f"--kv-events-config: not installed: pyzmq; {install_command(ZMQ_EXTRA)}, or omit the flag")
     from penstock.service.kv_publisher.sockets import check_endpoints

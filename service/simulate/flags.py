@@ -90,7 +90,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the arguments and checks their combinations; exits with status 2 if any is invalid. Adds ``arrivals``,
     and ``sweep`` as a mapping from settings to their values."""
     parser = make_parser()
-    arguments = parser.parse_args(argv)
+    arguments: argparse.Namespace = parser.parse_args(argv)
     if (arguments.step_log is None) == (arguments.step_cost is None):
         parser.error("step costs come from either --step-log FILE or --step-cost COSTS; give one of them")
     if arguments.step_cost is not None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.clients.bench.report import Report, Slo
+from penstock.clients.bench.report import ClientLoad, Report, Slo
 from penstock.clients.bench.trace import Trace
 from penstock.scheduler.simulation.simulation import Simulation
 from penstock.scheduler.simulation.worker import SimulatedWorker
@@ -42,6 +42,7 @@ class SimulatedRun:
         prompt_tokens = summary["prompt_tokens"]
         return {
             **summary,
+            "client": None,
             "cached_share": summary["cached_tokens"] / prompt_tokens if prompt_tokens else 0.0,
             "preemptions": self.preemptions,
             "refused": sum(not record.is_ok for record in self.report.records),
@@ -91,7 +92,7 @@ def simulate(
     counters = [replica.scheduler.counters for replica in replicas]
     return SimulatedRun(
         service,
-        Report(traffic.records, 0.0, ended_s, client=None),
+        Report(traffic.records, 0.0, ended_s, ClientLoad(0.0, 0.0, 0.0)),
         preemptions=sum(each.preemptions for each in counters),
         mean_kv=sum(replica.mean_kv for replica in replicas) / len(replicas),
         most_kv=max(replica.most_kv for replica in replicas),

@@ -23,7 +23,7 @@ def configurations(base: SimulatedService, sweep: Mapping[str, Sequence[Any]]) -
     return services
 
 
-class CheapestChoice(NamedTuple):
+class BestConfiguration(NamedTuple):
     """The cheapest configuration at one rate, or the best one if none meets the SLOs."""
 
     rate: float
@@ -38,7 +38,7 @@ class CheapestChoice(NamedTuple):
         return not self.failing
 
 
-def choose(runs: Sequence[SimulatedRun], slo: Slo, min_share: float) -> Iterator[CheapestChoice]:
+def choose(runs: Sequence[SimulatedRun], slo: Slo, min_share: float) -> Iterator[BestConfiguration]:
     """Yields the choice at each rate: the configuration with the fewest workers in which at least ``min_share`` of the
     requests are within ``slo``, and among those the one with the highest share."""
     for rate in dict.fromkeys(run.service.rate for run in runs):
@@ -46,10 +46,10 @@ def choose(runs: Sequence[SimulatedRun], slo: Slo, min_share: float) -> Iterator
         good = [(share, run) for share, run in rated if share >= min_share]
         if good:
             share, run = min(good, key=lambda pair: (pair[1].service.workers, -pair[0]))
-            yield CheapestChoice(rate, run, share, {})
+            yield BestConfiguration(rate, run, share, {})
         else:
             share, run = max(rated, key=lambda pair: (pair[0], sum(_shares(pair[1].report, slo).values())))
-            yield CheapestChoice(rate, run, share, _failing(run.report, slo, min_share))
+            yield BestConfiguration(rate, run, share, _failing(run.report, slo, min_share))
 
 
 def kept_share(report: Report, slo: Slo) -> float:
@@ -69,7 +69,7 @@ def _failing(report: Report, slo: Slo, min_share: float) -> dict[str, float]:
     return failing or {min(shares, key=lambda name: shares[name]): min(shares.values())}  # only together too few
 
 
-def describe_choice(choice: CheapestChoice, slo: Slo, min_share: float, *, is_swept: bool) -> str:
+def describe_choice(choice: BestConfiguration, slo: Slo, min_share: float, *, is_swept: bool) -> str:
     """Returns a line about a choice. ``is_swept`` is whether there are several rates."""
     at = f"at {choice.rate:g} times the rate, " if is_swept else ""
     service = choice.run.service

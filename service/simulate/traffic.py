@@ -52,7 +52,7 @@ class Traffic:
     def _fill_slot(self) -> None:
         turns = next(self._conversations, None)
         if turns is not None:
-            _TracedConversation(self, turns, self._on_slot_free).send_next()
+            _SimulatedConversation(self, turns, self._on_slot_free).send_next()
 
     def _on_slot_free(self, last: Record) -> None:
         pause_s = 0.0 if last.is_ok else max(_PAUSE_AFTER_FAILURE_S, last.retry_after_s or 0.0)
@@ -61,7 +61,7 @@ class Traffic:
     def _start_at_its_time(self) -> None:
         turns = next(self._conversations, None)
         if turns is not None:
-            conversation = _TracedConversation(self, turns, lambda last: None)
+            conversation = _SimulatedConversation(self, turns, lambda last: None)
 
             def start() -> None:
                 conversation.send_next()
@@ -70,7 +70,7 @@ class Traffic:
             self.simulation.at(turns[0].arrival_s or 0.0, start)
 
 
-class _TracedConversation:
+class _SimulatedConversation:
     """A conversation, whose turns all go to the same replica."""
 
     def __init__(self, traffic: Traffic, turns: Sequence[BenchRequest], on_end: Callable[[Record], object]) -> None:

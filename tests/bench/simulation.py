@@ -1,15 +1,17 @@
 """How well a simulation that was fitted to one run predicts others, and how fast it is.
 
-Serves a model with `penstock serve --step-log`, sends a trace with `penstock bench`, and predicts other runs with
-`penstock simulate` before they are made: at another rate, with longer prompts, with another token budget, and in a
-closed loop. Then 10,000 requests are simulated. Service, worker and client share the machine's cores.
+Serves a model with a step log, sends a trace with `penstock bench`, and predicts other runs with `penstock simulate`
+before they are made: at another rate, with longer prompts, with another token budget, and in a closed loop. Then 10,000
+requests are simulated. Service, worker and client share the machine's cores.
 
-The model has the demo's shape, larger, with made-up weights: the demo's own steps take less time than messages on their
-way. The pace of a run is the time of its steps by what the fit predicts for their work. It shows how much slower or
-faster the machine itself was than in the fitted run.
+First with a device of constant speed: the real service, over a worker that only sleeps, so that other programs on the
+machine hardly matter. Then with a real worker on the CPU, whose model has the demo's shape, larger, with made-up
+weights: the demo's own steps take less time than messages on their way. The pace of a run is the median time of its
+steps by what the fit predicts for their work: how much slower or faster the machine was than in the fitted run.
 """
 
 import argparse
+import asyncio
 import json
 import random
 import shutil
@@ -17,21 +19,38 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import tokenizers
+
 from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
+from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.loop.engine import Engine
+from penstock.scheduler.plan import StepPlan, StepResult
+from penstock.scheduler.simulation.costs import SimulatedCosts, StepCosts
 from penstock.scheduler.simulation.fit import fit_costs
 from penstock.scheduler.simulation.step_log import read_step_log
+from penstock.scheduler.simulation.worker import SimulatedWorker
+from penstock.scheduler.worker_config import WorkerFacts
 from penstock.service.app.embedded import local_service
+from penstock.service.app.serve import logged
+from penstock.service.app.server import Server
+from penstock.service.app.server_config import ServerConfig
+from penstock.service.text.tokenizer import Tokenizer
 
 PENSTOCK = Path(sys.executable).with_name("penstock")
 TARGET = 0.15
 WANTED_SPEED = 50
 NUM_MANY = 10_000
+SLEEPING = StepCosts(
+    constant=8e-3, prefill_tokens=1e-4, prefill_kv=5e-8, decodes=2e-4, decode_kv=3e-7, chunks=1e-3, chunk_kv=1e-6
+)
+Service = Callable[..., AbstractContextManager[str]]
 FIGURES = ("requests/s", "tokens/s", "ttft p50", "itl p50", "tpot p50", "e2e p50")
 
 
@@ -51,7 +70,7 @@ class Run:
         return [] if self.concurrency is None else [f"--concurrency={self.concurrency}"]
 
     @property
-    def limits(self) -> dict[str, object]:
+    def limits(self) -> dict[str, int]:
         return {} if self.token_budget is None else {"max_num_batched_tokens": self.token_budget}
 
     def trace(self, path: Path, number: int, seed: int) -> Path:
@@ -75,9 +94,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rate", type=float, default=5.0, help="requests per second of the fitted run (default: 5)")
     parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals in each run (default: 40)")
     parser.add_argument("--model", help="a model's directory, or demo (default: the demo's shape, larger)")
+    parser.add_argument("--only", choices=("sleeping", "cpu"), help="one of the two workers (default: both)")
     parser.add_argument("--keep", type=Path, help="a folder for the traces, logs and results (default: none is kept)")
+    parser.add_argument("--serve", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    rate = options.rate
+    if options.serve is not None:
+        asyncio.run(serve_sleeping(**json.loads(options.serve)))
+        return
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) if options.keep is None else options.keep
+        if options.only != "cpu":
+            print("a worker that sleeps\n")
+            compare(folder / "sleeping", options.rate, options.seconds, sleeping_service)
+        if options.only != "sleeping":
+            flags = [options.model] if options.model else [str(write_large_model(Path(made))), "--load-format=dummy"]
+            print("a worker on the CPU\n")
+            compare(
+                folder / "cpu", options.rate, options.seconds, lambda log, **limits: cpu_service(flags, log, **limits)
+            )
+
+
+def compare(folder: Path, rate: float, seconds: float, service: Service) -> None:
+    """Fits to one run, and prints what is predicted of others beside what is measured."""
+    folder.mkdir(parents=True, exist_ok=True)
     runs = [
         Run("fitted", rate),
         Run("rate", 1.5 * rate),
@@ -85,26 +124,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         Run("budget", rate, token_budget=64),
         Run("closed loop", rate, concurrency=16),
     ]
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made) if options.keep is None else options.keep
-        folder.mkdir(exist_ok=True)
-        model = (
-            [options.model] if options.model else [str(write_large_model(Path(made) / "large")), "--load-format=dummy"]
-        )
-        fitted = folder / "fitted steps.jsonl"
-        for seed, run in enumerate(runs):
-            trace, log = run.trace(folder / f"{run.name}.jsonl", round(run.rate * options.seconds), seed), fitted
-            predicted = simulated(folder, run, trace, fitted) if seed else {}  # before it is known
-            log = folder / f"{run.name} steps.jsonl"
-            measured = served(folder, run, trace, model, log)
-            predicted = predicted or simulated(folder, run, trace, fitted)
-            print("\n".join(table(run, predicted, measured, pace(fitted, log))), flush=True)
-        print(f"error: predicted / measured - 1; wanted: at most {TARGET:.0%} in each")
-        many(folder, runs[0], fitted)
+    fitted = folder / "fitted steps.jsonl"
+    for seed, run in enumerate(runs):
+        trace = run.trace(folder / f"{run.name}.jsonl", round(run.rate * seconds), seed)
+        predicted = simulated(folder, run, trace, fitted) if seed else {}  # before it is known
+        log = folder / f"{run.name} steps.jsonl"
+        measured = send(folder, run, trace, service(log, **run.limits))
+        predicted = predicted or simulated(folder, run, trace, fitted)
+        print("\n".join(table(run, predicted, measured, pace(fitted, log))), flush=True)
+    print(f"error: predicted / measured - 1; wanted: at most {TARGET:.0%} in each")
+    many(folder, runs[0], fitted)
 
 
-def write_large_model(directory: Path) -> Path:
+def write_large_model(folder: Path) -> Path:
     """The demo's shape, larger: about 70 MB in bfloat16."""
+    directory = folder / "large"
     shutil.copytree(resolve_model(DEMO), directory, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((directory / "config.json").read_text())
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": 8}
@@ -113,12 +147,90 @@ def write_large_model(directory: Path) -> Path:
     return directory
 
 
-def served(folder: Path, run: Run, trace: Path, model: Sequence[str], log: Path) -> Mapping[str, Any]:
-    """Serves and measures a run; returns the summary."""
+def cpu_service(flags: Sequence[str], log: Path, **limits: int) -> AbstractContextManager[str]:
+    """`penstock serve`; yields its target."""
+    written = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
+    return local_service(*flags, *written, step_log=log, speculative_config="none")
+
+
+@contextmanager
+def sleeping_service(log: Path, max_num_batched_tokens: int = 256) -> Iterator[str]:
+    """A service over a worker that sleeps, in a process of its own; yields its target."""
+    given = json.dumps({"log": str(log), "max_num_batched_tokens": max_num_batched_tokens})
+    command = [sys.executable, "-P", __file__, "--serve", given]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+
+
+async def serve_sleeping(log: str, max_num_batched_tokens: int) -> None:
+    """Serves until SIGTERM, and prints the target."""
+    limits = SchedulerConfig(max_num_batched_tokens=max_num_batched_tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        server_config = ServerConfig("sleeping", "127.0.0.1:0", scheduler=limits, step_log=Path(log))
+        engine = Engine(logged(SleepingExecutor(max_num_batched_tokens), server_config), limits)
+        tokenizer = byte_tokenizer(Path(folder))
+        server = Server(server_config, engine, lambda: tokenizer)
+        await server.run(lambda address: print(address, flush=True))
+
+
+class SleepingExecutor:
+    """Takes the time of ``SLEEPING`` for each step."""
+
+    def __init__(self, max_num_batched_tokens: int) -> None:
+        self._facts = WorkerFacts(
+            10_000, 16, 256, 4096, 256, max_num_batched_tokens, "sleeping", "none", "cpu", "float32", "float32", 0, 0
+        )
+        self._worker = SimulatedWorker(SimulatedCosts(SLEEPING))
+        self._plans: asyncio.Queue[tuple[StepPlan, float]] = asyncio.Queue()
+        self._done_at = time.monotonic()
+
+    async def start(self) -> WorkerFacts:
+        return self._facts
+
+    def submit(self, plan: StepPlan) -> None:
+        self._plans.put_nowait((plan, time.monotonic()))
+
+    async def results(self) -> AsyncIterator[StepResult]:
+        """Yields each result when its time has passed."""
+        while True:
+            plan, submitted = await self._plans.get()
+            result = self._worker.run(plan, 0.0)
+            began = max(submitted, self._done_at)
+            await asyncio.sleep(max(0.0, began + result.computed_us * 1e-6 - time.monotonic()))
+            result.waited_us = round(1e6 * (began - self._done_at))
+            self._done_at = time.monotonic()
+            result.computed_us = round(1e6 * (self._done_at - began))
+            yield result
+
+    def kill(self, why: str) -> None:
+        """Never called: no step takes long."""
+
+    async def stop(self) -> None:
+        """Nothing is left behind."""
+
+
+def byte_tokenizer(directory: Path) -> Tokenizer:
+    """A tokenizer with a token for each byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    vocab = {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.save(str(directory / "tokenizer.json"))
+    return Tokenizer(directory)
+
+
+def send(folder: Path, run: Run, trace: Path, service: AbstractContextManager[str]) -> Mapping[str, Any]:
+    """Measures a run; returns the summary."""
     report = folder / f"{run.name} measured.json"
-    with local_service(*model, step_log=log, speculative_config="none", **run.limits) as target:
+    with service as target:
         command = [PENSTOCK, "bench", target, "--trace", trace, *run.arrivals, "--warmup=16", "--json", report]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
     return _summary(json.loads(report.read_text())["summary"])
 
 
@@ -133,7 +245,7 @@ def simulated(folder: Path, run: Run, trace: Path, log: Path) -> Mapping[str, An
     report = folder / f"{run.name} predicted.json"
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in run.limits.items()]
     command = [PENSTOCK, "simulate", trace, "--step-log", log, *run.arrivals, *flags, "--json", report]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
     return _summary(json.loads(report.read_text())["runs"][0]["summary"])
 
 
@@ -163,7 +275,7 @@ def many(folder: Path, run: Run, log: Path) -> None:
     began = time.perf_counter()
     report = folder / "many.json"
     command = [PENSTOCK, "simulate", trace, "--step-log", log, "--json", report]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
     wall_s = time.perf_counter() - began
     summary = json.loads(report.read_text())["runs"][0]["summary"]
     seconds, inner_s = summary["seconds"], summary["wall_s"]

@@ -34,8 +34,8 @@ def test_an_unknown_command(capsys):
     assert capsys.readouterr().err == "penstock: unknown command chatt; did you mean chat?\n"
     assert cli.main(["bake"]) == 2
     assert (
-        "the commands are serve, worker, gateway, status-page, chat, generate, bench, profile, top, explain, requests, "
-        "cancel, drain, flush-cache, settings, models, doctor, completion" in capsys.readouterr().err
+        "the commands are serve, worker, gateway, status-page, chat, generate, bench, simulate, profile, top, explain, "
+        "requests, cancel, drain, flush-cache, settings, models, doctor, completion" in capsys.readouterr().err
     )
 
 

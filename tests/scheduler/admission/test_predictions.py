@@ -239,7 +239,6 @@ def test_what_is_evicted_counts_again(queue):
 
 def test_what_a_worker_took_with_it_counts_again(queue):
     queue.scheduler.recover(blames_step=False)
-    queue._plans.clear()
     assert waiting_tokens(queue) > 4 * 624 + 8 * BLOCK_SIZE
 
 

@@ -53,8 +53,13 @@ def result(step, rows, seconds):
 
 def test_actions_run_in_the_order_of_their_times_and_never_in_the_past():
     clock, seen = VirtualClock(), []
+
+    def first():
+        seen.append(("first", clock.now))
+        clock.at(0.0, lambda: seen.append(("late", clock.now)))
+
     clock.at(2.0, lambda: seen.append(("second", clock.now)))
-    clock.at(1.0, lambda: (seen.append(("first", clock.now)), clock.at(0.0, lambda: seen.append(("late", clock.now)))))
+    clock.at(1.0, first)
     clock.at(9.0, lambda: seen.append(("never", clock.now)))
     clock.run(3.0)
     assert seen == [("first", 1.0), ("late", 1.0), ("second", 2.0)]

@@ -22,8 +22,8 @@ def trace(tmp_path):
 
     def write(*lines, name="trace.jsonl"):
         path = tmp_path / name
-        lines = lines or [{"arrival_s": n / 10, "prompt_tokens": 50 + 7 * n, "max_tokens": 4 + n} for n in range(40)]
-        path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+        usual = [{"arrival_s": n / 10, "prompt_tokens": 50 + 7 * n, "max_tokens": 4 + n} for n in range(40)]
+        path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines or usual))
         return str(path)
 
     return write

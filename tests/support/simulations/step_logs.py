@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -89,7 +90,7 @@ def _random_step(rng: random.Random, step: int, noise: float, costs: StepCosts) 
     )  # fmt: skip
 
 
-def header(**facts: int) -> StepLogHeader:
+def header(**facts: Any) -> StepLogHeader:
     changed = msgspec.structs.replace(FACTS, **facts)
     return StepLogHeader(step_log=FORMAT, penstock="0.1.0", limits=LoggedLimits.of(LIMITS), facts=changed)
 
