@@ -7,7 +7,7 @@ from penstock.kernels.cpu.bindings import LANES, StorageFormat, find_kernels
 from penstock.kernels.cpu.program import Library, Memory
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import context_of, shared_facts
-from penstock.models.backends.cpu.machine_limits import measure_limits
+from penstock.models.backends.cpu.machine_limits import READ_BYTES, measure_limits
 from penstock.models.backends.cpu.model import CpuModel, StorageFormats, block_bytes, load_model, max_weight_bytes
 from penstock.models.backends.cpu.stage_limits import arithmetic
 from penstock.models.backends.cpu.weights import DummyTensors, FileTensors, Tensors, is_kept
@@ -39,6 +39,9 @@ MOST_BATCHED_TOKENS = 256
 
 TILE_TOKENS = 32
 """Products are computed in tiles of this many rows, or a part of one."""
+
+LEAST_READ_BYTES = 64 << 20
+"""The least memory that is read to measure a stage's speed."""
 
 SMALL_STEP = 1 << 26
 """The limit in parameters times tokens. In a smaller step a second thread gains less than it costs the service's loop,
@@ -129,8 +132,11 @@ class ModelLoading:
         )
 
     def measure_speed(self) -> StageSpeed:
-        """Measures what the threads do at best, in about a second."""
-        limits = measure_limits(self.library, self.kernels, [self.formats.weights])
+        """Measures what the threads do at best, in about a second. They read as much memory as the model's weights,
+        which may fit into caches."""
+        whole = max_weight_bytes(self.spec, self.formats, self.info.quantized, self.kernels)
+        read_bytes = min(READ_BYTES, max(LEAST_READ_BYTES, whole))
+        limits = measure_limits(self.library, self.kernels, [self.formats.weights], read_bytes)
         return StageSpeed(limits.bytes_per_s, limits.operations_per_s[arithmetic(self.formats.weights)])
 
     def work(self) -> tuple[list[PartWork], PartWork]:

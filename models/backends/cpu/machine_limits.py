@@ -23,23 +23,26 @@ COLUMNS, ROWS = 1024, 256
 """The shape of the matrix whose product is timed: it stays in a core's cache in any format."""
 
 
-def measure_limits(library: Library, kernels: Kernels, formats: Iterable[StorageFormat]) -> MachineLimits:
-    """Measures with as many threads as the library has, for the arithmetic of these formats."""
+def measure_limits(
+    library: Library, kernels: Kernels, formats: Iterable[StorageFormat], read_bytes: int = READ_BYTES
+) -> MachineLimits:
+    """Measures with as many threads as the library has, for the arithmetic of these formats, and by reading
+    ``read_bytes`` of memory."""
     kinds = {arithmetic(format) for format in formats} | {"bfloat16"}
     measured = {StorageFormat.F32, StorageFormat.BF16, *([StorageFormat.INT8] if "int8" in kinds else [])}
     rates = {arithmetic(format): _multiply(library, kernels, format) for format in sorted(measured)}
     # Where no instruction multiplies bfloat16, float32 may be as fast.
     rates["bfloat16"] = max(rates[name] for name in FLOATS.values())
-    return MachineLimits(_read(library, kernels), {name: rates[name] for name in sorted(kinds)})
+    return MachineLimits(_read(library, kernels, read_bytes), {name: rates[name] for name in sorted(kinds)})
 
 
-def _read(library: Library, kernels: Kernels) -> float:
+def _read(library: Library, kernels: Kernels, read_bytes: int) -> float:
     """Returns bytes per second: the better of two patterns, a sum over the whole memory and a product with one row."""
     threads = library.num_threads
-    memory = library.shared_memory(READ_BYTES)
-    memory.populate(0, READ_BYTES)
+    memory = library.shared_memory(read_bytes)
+    memory.populate(0, read_bytes)
     panel_bytes = int(kernels.panel_bytes(StorageFormat.BF16, COLUMNS, 0))
-    panels = READ_BYTES // threads // panel_bytes
+    panels = read_bytes // threads // panel_bytes
     part_bytes = panels * panel_bytes
 
     def sum_up(thread: int) -> None:
