@@ -50,6 +50,8 @@ def test_no_cost_is_negative():
 def test_the_time_outside_of_the_worker():
     service = fit_costs(StepLog(header(), random_steps())).costs.service
     assert service.submit_s + service.answer_s == pytest.approx(0.002, abs=1e-5)
+    # Plans take eight times as long on their way as on a machine with free cores, and so do requests.
+    assert service.request_s + service.message_s == pytest.approx(0.008, abs=1e-4)
     assert service.handling_s(16) == pytest.approx(1e-4, abs=1e-5)
 
 

@@ -22,7 +22,7 @@ TRUE = SimulatedCosts(COSTS, NOISE, ServiceCosts(5e-4, 5e-4, 1e-4, 0.0, 6e-4, 4e
 BOUND = 0.08
 
 
-def load(rate=12.0, prompt=(50, 500), output=(16, 96), number=120, seed=0):
+def load(rate=12.0, prompt=(50, 500), output=(16, 96), number=80, seed=0):
     drawn = RandomLoad(FACTS.vocab_size, OpenLoop(rate), number, Uniform(*prompt), Uniform(*output), seed=seed)
     return Trace([turn for turns in drawn.conversations() for turn in turns])
 
