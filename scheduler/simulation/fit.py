@@ -148,13 +148,13 @@ def _service_costs(steps: Sequence[LoggedStep]) -> ServiceCosts:
     """Returns the time that steps took outside of the worker."""
     # If the worker waited for the plan, everything beside the step itself is on the way between the processes.
     ways = [max(0.0, step.answered_s - step.submitted_s - step.seconds) for step in steps if step.waited_s > 0]
-    way_s = float(np.mean(np.minimum(ways, MAX_WAY_S))) if ways else 0.0
+    way_s = float(np.median(ways)) if ways else 0.0
     num_rows = np.array([step.chunks + step.decodes for step in steps], dtype=np.float64)
-    handled = np.array([step.handled_s for step in steps])
-    features = np.stack([np.ones(len(steps)), num_rows], axis=1)
-    base_s, row_s = map(float, _non_negative(features, np.minimum(handled, np.quantile(handled, 0.99))))
-    # A request and a message pass several threads and processes, each of which may have to wait for a core.
-    busier = max(1.0, way_s / WAY_S)
+    handled = np.maximum(np.array([step.handled_s for step in steps]), 1e-6)
+    base_s, row_s = map(float, _fit_relative(np.stack([np.ones(len(steps)), num_rows], axis=1), handled))
+    # A request and a message pass several threads and processes, each of which may have to wait for a core. So their
+    # time on the way is like a mean of many such times.
+    busier = max(1.0, float(np.mean(np.minimum(ways, MAX_WAY_S))) / WAY_S) if ways else 1.0
     return ServiceCosts(way_s / 2, way_s / 2, base_s, row_s, REQUEST_S * busier, MESSAGE_S * busier)
 
 
