@@ -25,7 +25,7 @@ def test_costs_that_explain_all_steps_are_found():
 
 def test_noise_hardly_matters_and_is_kept():
     fit = fit_costs(StepLog(header(), random_steps(1000, noise=0.2)))
-    assert median(errors(fit.costs.step, random_steps(seed=1))) < 0.05
+    assert median(errors(fit.costs.step, random_steps(seed=1))) < 0.08
     for noise in (fit.costs.noise.decoding, fit.costs.noise.chunked):
         factors = [measured.factor for measured in noise]
         assert sum(factors) / len(factors) == pytest.approx(1.0, abs=0.05)
