@@ -28,7 +28,7 @@ def test_noise_hardly_matters_and_is_kept():
     assert median(errors(fit.costs.step, random_steps(seed=1))) < 0.08
     for noise in (fit.costs.noise.decoding, fit.costs.noise.chunked):
         factors = [measured.factor for measured in noise]
-        assert sum(factors) / len(factors) == pytest.approx(1.0, abs=0.05)
+        assert sum(factors) / len(factors) == pytest.approx(1.0, abs=0.1)
         assert max(factors) > 1.3
 
 
