@@ -26,6 +26,9 @@ from penstock.scheduler.simulation.step_log import LoggedStep, StepLog, StepLogE
 MIN_STEPS = 32
 MIN_DIFFERENT = 8
 """The minimum number of steps with different work: there are as many costs."""
+WAY_S, MAX_WAY_S = 0.00025, 0.02
+"""The usual time of a plan and its result on their way between the processes, if cores are free; and the limit of what
+counts."""
 MAX_FACTOR = 3.0
 """The maximum factor that is kept as noise. A step that took longer was stopped by another program."""
 _ROUNDS = 16
@@ -144,13 +147,15 @@ def _noise(times: Floats, factors: Floats) -> Sequence[MeasuredFactor]:
 def _service_costs(steps: Sequence[LoggedStep]) -> ServiceCosts:
     """Returns the time that steps took outside of the worker."""
     # If the worker waited for the plan, everything beside the step itself is on the way between the processes.
-    ways = [step.answered_s - step.submitted_s - step.seconds for step in steps if step.waited_s > 0]
-    way_s = max(0.0, float(np.median(ways))) if ways else 0.0
+    ways = [max(0.0, step.answered_s - step.submitted_s - step.seconds) for step in steps if step.waited_s > 0]
+    way_s = float(np.median(ways)) if ways else 0.0
     num_rows = np.array([step.chunks + step.decodes for step in steps], dtype=np.float64)
-    handled = np.array([step.handled_s for step in steps])
-    features = np.stack([np.ones(len(steps)), num_rows], axis=1)
-    base_s, row_s = map(float, _non_negative(features, np.minimum(handled, np.quantile(handled, 0.99))))
-    return ServiceCosts(way_s / 2, way_s / 2, base_s, row_s, REQUEST_S, MESSAGE_S)
+    handled = np.maximum(np.array([step.handled_s for step in steps]), 1e-6)
+    base_s, row_s = map(float, _fit_relative(np.stack([np.ones(len(steps)), num_rows], axis=1), handled))
+    # A request and a message pass several threads and processes, each of which may have to wait for a core. So their
+    # time on the way is like a mean of many such times.
+    busier = max(1.0, float(np.mean(np.minimum(ways, MAX_WAY_S))) / WAY_S) if ways else 1.0
+    return ServiceCosts(way_s / 2, way_s / 2, base_s, row_s, REQUEST_S * busier, MESSAGE_S * busier)
 
 
 def _draft_rates(log: StepLog) -> DraftRates:

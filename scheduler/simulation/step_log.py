@@ -13,7 +13,6 @@ from penstock.scheduler.worker_config import WorkerFacts
 
 FORMAT = 1
 """Increases when a field is renamed or removed, or changes its meaning."""
-MAX_LINE_BYTES = 1 << 20
 _AGAIN = "write the log again with this version's penstock serve --step-log"
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]

@@ -155,7 +155,7 @@ def _add_costs(flags: "argparse._ArgumentGroup") -> None:
         type=_not_negative,
         metavar="MS",
         help="time of a request and its first message on their way between client and scheduler "
-        f"(default: {(REQUEST_S + MESSAGE_S) * 1e3:g})",
+        f"(default: {(REQUEST_S + MESSAGE_S) * 1e3:g}, or more if the cores were busy in the log)",
     )
 
 

@@ -18,11 +18,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import median
 from typing import Any
 
@@ -178,33 +180,42 @@ async def serve_sleeping(log: str, max_num_batched_tokens: int) -> None:
 
 
 class SleepingExecutor:
-    """Takes the time of ``SLEEPING`` for each step."""
+    """Takes the time of ``SLEEPING`` for each step, in a thread of its own."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._facts = WorkerFacts(
             10_000, 16, 256, 4096, 256, max_num_batched_tokens, "sleeping", "none", "cpu", "float32", "float32", 0, 0
         )
         self._worker = SimulatedWorker(SimulatedCosts(SLEEPING))
-        self._plans: asyncio.Queue[tuple[StepPlan, float]] = asyncio.Queue()
-        self._done_at = time.monotonic()
+        self._plans: SimpleQueue[StepPlan] = SimpleQueue()
+        self._results: asyncio.Queue[StepResult] = asyncio.Queue()
 
     async def start(self) -> WorkerFacts:
+        """Starts the thread."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._run, args=(loop,), daemon=True).start()
         return self._facts
 
     def submit(self, plan: StepPlan) -> None:
-        self._plans.put_nowait((plan, time.monotonic()))
+        self._plans.put(plan)
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        done = time.monotonic()
+        while True:
+            waits = self._plans.empty()
+            plan = self._plans.get()
+            began = time.monotonic() if waits else done
+            result = self._worker.run(plan, 0.0)
+            time.sleep(max(0.0, began + result.computed_us * 1e-6 - time.monotonic()))
+            result.waited_us = round(1e6 * (began - done))
+            done = time.monotonic()
+            result.computed_us = round(1e6 * (done - began))
+            loop.call_soon_threadsafe(self._results.put_nowait, result)
 
     async def results(self) -> AsyncIterator[StepResult]:
         """Yields each result when its time has passed."""
         while True:
-            plan, submitted = await self._plans.get()
-            result = self._worker.run(plan, 0.0)
-            began = max(submitted, self._done_at)
-            await asyncio.sleep(max(0.0, began + result.computed_us * 1e-6 - time.monotonic()))
-            result.waited_us = round(1e6 * (began - self._done_at))
-            self._done_at = time.monotonic()
-            result.computed_us = round(1e6 * (self._done_at - began))
-            yield result
+            yield await self._results.get()
 
     def kill(self, why: str) -> None:
         """Never called: no step takes long."""

@@ -25,10 +25,10 @@ def test_costs_that_explain_all_steps_are_found():
 
 def test_noise_hardly_matters_and_is_kept():
     fit = fit_costs(StepLog(header(), random_steps(1000, noise=0.2)))
-    assert median(errors(fit.costs.step, random_steps(seed=1))) < 0.05
+    assert median(errors(fit.costs.step, random_steps(seed=1))) < 0.08
     for noise in (fit.costs.noise.decoding, fit.costs.noise.chunked):
         factors = [measured.factor for measured in noise]
-        assert sum(factors) / len(factors) == pytest.approx(1.0, abs=0.05)
+        assert sum(factors) / len(factors) == pytest.approx(1.0, abs=0.1)
         assert max(factors) > 1.3
 
 
@@ -50,6 +50,8 @@ def test_no_cost_is_negative():
 def test_the_time_outside_of_the_worker():
     service = fit_costs(StepLog(header(), random_steps())).costs.service
     assert service.submit_s + service.answer_s == pytest.approx(0.002, abs=1e-5)
+    # Plans take eight times as long on their way as on a machine with free cores, and so do requests.
+    assert service.request_s + service.message_s == pytest.approx(0.008, abs=1e-4)
     assert service.handling_s(16) == pytest.approx(1e-4, abs=1e-5)
 
 

@@ -19,10 +19,10 @@ from penstock.service.simulate.traffic import Traffic
 FACTORS = [MeasuredFactor(0.01 * number, factor) for number, factor in enumerate((0.9, 0.95, 1.0, 1.05, 1.3))]
 NOISE = StepNoise(FACTORS, FACTORS)
 TRUE = SimulatedCosts(COSTS, NOISE, ServiceCosts(5e-4, 5e-4, 1e-4, 0.0, 6e-4, 4e-4))
-BOUND = 0.08
+BOUND = 0.15
 
 
-def load(rate=12.0, prompt=(50, 500), output=(16, 96), number=120, seed=0):
+def load(rate=12.0, prompt=(50, 500), output=(16, 96), number=80, seed=0):
     drawn = RandomLoad(FACTS.vocab_size, OpenLoop(rate), number, Uniform(*prompt), Uniform(*output), seed=seed)
     return Trace([turn for turns in drawn.conversations() for turn in turns])
 
