@@ -157,7 +157,7 @@ class _Life:
                 await agents.stop()
             if leader is not None:
                 await leader.close()
-        return int(self._has_failed) if has_served else 128 + self._server.stop_signal
+        return int(self._has_failed) if has_served or self._has_failed else 128 + self._server.stop_signal
 
     def _on_start(self, bound: str) -> None:
         self._engine.watch(self._on_state)

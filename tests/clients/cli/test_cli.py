@@ -13,7 +13,7 @@ HEAVY = {"grpc", "tqdm", "torch", "msgspec", "tokenizers"}
 def test_help_has_a_line_for_each_command(capsys):
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert len(commands.COMMANDS) == 18
+    assert len(commands.COMMANDS) == 19
     for name in commands.COMMANDS:
         assert re.search(rf"^  {name} +\w", out, re.MULTILINE)
     assert "examples:" in out
