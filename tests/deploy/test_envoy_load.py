@@ -90,6 +90,7 @@ async def test_envoy_reads_the_header_of_the_http_gateway(
             await respond(reader, writer, utilization)
         writer.close()
 
+    envoy = find_program("envoy")  # without it the test is skipped, before a server listens
     servers = [await asyncio.start_server(partial(accept, share), "127.0.0.1", 0) for share in (0.8, 0.2)]
     targets = [f"127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
 
@@ -97,7 +98,7 @@ async def test_envoy_reads_the_header_of_the_http_gateway(
         for_http(config, wanted)
         soon(config, oob=False)
 
-    async with running_envoy(find_program("envoy"), tmp_path, *targets, change=change) as proxy:
+    async with running_envoy(envoy, tmp_path, *targets, change=change) as proxy:
         weights: dict[str, int] = {}
         while [weights.get(target) for target in targets] != [125, 500]:  # requests per second / utilization
             await asyncio.to_thread(fetch, proxy.target, path="/v1/models")
