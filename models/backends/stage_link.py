@@ -9,6 +9,7 @@ import hmac
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from enum import IntEnum
@@ -25,8 +26,11 @@ from penstock.scheduler.worker_config import WorkerConfig
 MAX_BODY_BYTES = 1 << 16
 MAX_DATA_BYTES = 1 << 34
 """The limits of a frame. The largest batch of the widest models has less than a tenth of the second."""
+MAX_HELLO_BYTES = 256
 HELLO_S = 5.0
-"""How long a connection may take to show that it is a stage."""
+"""How long a connection may take to show that it is a stage, and the limit of what it may send until then."""
+MAX_STRANGERS = 16
+"""The limit of connections that have not shown it. A further one ends at once."""
 RETRY_S = 0.05
 CONNECT_S = 60.0
 """How long a stage tries to reach the first one, which may still start."""
@@ -135,8 +139,23 @@ class StageLink:
 
     def receive(self, *wanted: StageFrame) -> tuple[Any, Bytes]:
         """Waits for a frame of one of these kinds. Returns its body and its arrays, as bytes."""
+        return self._receive(wanted, MAX_BODY_BYTES, MAX_DATA_BYTES)
+
+    def receive_hello(self) -> StageHello:
+        """Waits for the first frame of a connection that may be a stranger's, for ``HELLO_S`` in all."""
+        timer = threading.Timer(HELLO_S, self.close)
+        timer.daemon = True
+        timer.start()
+        try:
+            hello, _ = self._receive((StageFrame.HELLO,), MAX_HELLO_BYTES, 0)
+        finally:
+            timer.cancel()
+        assert isinstance(hello, StageHello), "declared so"
+        return hello
+
+    def _receive(self, wanted: Sequence[StageFrame], max_body_bytes: int, max_data_bytes: int) -> tuple[Any, Bytes]:
         number, body_bytes, data_bytes = _HEADER.unpack(self._read(_HEADER.size).data)
-        if number not in wanted or body_bytes > MAX_BODY_BYTES or data_bytes > MAX_DATA_BYTES:
+        if number not in wanted or body_bytes > max_body_bytes or data_bytes > max_data_bytes:
             raise PeerLost(f"{self._name}: it sent a frame of kind {number} with {body_bytes} and {data_bytes} bytes")
         try:
             body = _DECODERS[StageFrame(number)].decode(self._read(body_bytes).data)
@@ -178,31 +197,43 @@ def listen(config: WorkerConfig) -> socket.socket:
 
 def accept_stages(config: WorkerConfig, listener: socket.socket) -> list[StageLink]:
     """Waits until every later stage has connected; returns the links in the order of the stages. Connections that are
-    none of them end. Closes the listener."""
+    none of them end, and keep no other one waiting. Closes the listener."""
     found: dict[int, StageLink] = {}
+    greeting: list[threading.Thread] = []
+    changing = threading.Lock()
+    listener.settimeout(RETRY_S)  # to see that the last stage has been found
     with listener:
         while len(found) < config.pipeline_parallel_size - 1:
-            connection, _ = listener.accept()
-            link = _greeted(config, connection, found)
-            if link is None:
+            greeting = [thread for thread in greeting if thread.is_alive()]
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                continue
+            if len(greeting) == MAX_STRANGERS:
                 connection.close()
+                continue
+            connection.settimeout(None)
+            greeting.append(threading.Thread(target=_greet, args=(config, connection, found, changing), daemon=True))
+            greeting[-1].start()
     return [link for _, link in sorted(found.items())]
 
 
-def _greeted(config: WorkerConfig, connection: socket.socket, found: dict[int, StageLink]) -> StageLink | None:
-    """Adds a connection to the links if it is a stage that is missing."""
-    connection.settimeout(HELLO_S)
+def _greet(
+    config: WorkerConfig, connection: socket.socket, found: dict[int, StageLink], changing: threading.Lock
+) -> None:
+    """Adds a connection to the links if it is a stage that is missing, and ends it otherwise."""
     link = StageLink(connection, "a connection")
     try:
-        hello, _ = link.receive(StageFrame.HELLO)
+        hello = link.receive_hello()
     except PeerLost:
-        return None
-    is_known = hmac.compare_digest(hello.secret, config.meeting.secret)
-    if not is_known or hello.stage in found or not 0 < hello.stage < config.pipeline_parallel_size:
-        return None
-    connection.settimeout(None)
-    found[hello.stage] = StageLink(_tuned(connection), f"stage {hello.stage}")
-    return found[hello.stage]
+        link.close()
+        return
+    with changing:
+        is_known = hmac.compare_digest(hello.secret, config.meeting.secret)
+        if is_known and hello.stage not in found and 0 < hello.stage < config.pipeline_parallel_size:
+            found[hello.stage] = StageLink(_tuned(connection), f"stage {hello.stage}")
+            return
+    link.close()
 
 
 def connect(config: WorkerConfig) -> StageLink:

@@ -106,6 +106,8 @@ class FirstStage:
             if isinstance(returned, PeerLost):
                 self._returned.put(_Returned(returned))  # for those that come after
                 raise returned
+            if returned.size != len(wanted) * self.facts.hidden_size:
+                raise PeerLost(f"the last stage returned {returned.size} numbers for {len(wanted)} tokens")
             if len(wanted):
                 head_step = Step(num_tokens=len(wanted), hidden=address(returned), **outputs.fields)
                 with self._computing:
@@ -132,8 +134,8 @@ class FirstStage:
                     self._returned.put(_Returned(data.view(np.float32)))
                 else:
                     self._links[number + 1].send(StageFrame.BATCH, body, (data,))
-        except PeerLost as lost:
-            self._returned.put(_Returned(lost))
+        except (PeerLost, ValueError) as error:  # the latter if the bytes are no whole numbers
+            self._returned.put(_Returned(error if isinstance(error, PeerLost) else PeerLost(str(error))))
 
 
 def load_first_stage(loading: ModelLoading) -> FirstStage:

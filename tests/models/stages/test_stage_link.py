@@ -65,6 +65,23 @@ def test_only_missing_stages_with_the_secret_are_let_in(config, monkeypatch):
         stage.close()
 
 
+def test_strangers_keep_no_stage_waiting_and_get_no_memory(config, monkeypatch):
+    monkeypatch.setattr(stage_link, "HELLO_S", 3600.0)
+    listener = listen(config)
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(accept_stages, config, listener)
+        silent, greedy = stage_link._connected(config), stage_link._connected(config)
+        greedy.sendall(stage_link._HEADER.pack(StageFrame.HELLO, 1, 1 << 33))
+        stages = [connect(of_stage(config, stage)) for stage in (1, 2)]
+        links = accepted.result()
+    with pytest.raises(PeerLost):
+        StageLink(greedy, "greedy").receive(StageFrame.READY)
+    for connection in (silent, greedy):
+        connection.close()
+    for link in (*links, *stages):
+        link.close()
+
+
 def test_a_frame_of_any_size_comes_whole(pair):
     link, theirs = pair
     numbers, floats = np.arange(1 << 16), np.linspace(0, 1, 1 << 20, dtype=np.float32)
