@@ -134,7 +134,7 @@ class FirstStage:
                     self._returned.put(_Returned(data.view(np.float32)))
                 else:
                     self._links[number + 1].send(StageFrame.BATCH, body, (data,))
-        except (PeerLost, ValueError) as error:  # the latter if the bytes are no whole numbers
+        except (PeerLost, ValueError) as error:  # the latter if the number of bytes is not a multiple of four
             self._returned.put(_Returned(error if isinstance(error, PeerLost) else PeerLost(str(error))))
 
 
