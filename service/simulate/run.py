@@ -45,7 +45,6 @@ class SimulatedRun:
             "client": None,
             "cached_share": summary["cached_tokens"] / prompt_tokens if prompt_tokens else 0.0,
             "preemptions": self.preemptions,
-            "refused": sum(not record.is_ok for record in self.report.records),
             "kv_usage": {"mean": self.mean_kv, "max": self.most_kv},
             "busy_share": self.busy_share,
             "steps": self.steps,

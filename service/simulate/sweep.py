@@ -87,7 +87,7 @@ def describe_choice(choice: BestConfiguration, slo: Slo, min_share: float, *, is
 
 _HEADINGS = (
     "workers", "req/s", "tokens/s", "ttft p50", "p99", "itl p50", "p99", "e2e p50", "p99", "cached", "preempted",
-    "refused", "KV max",
+    "failed", "KV max",
 )  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def _cells(run: SimulatedRun, slo: Slo | None) -> Iterator[str]:
             yield "-" if spread is None else _milliseconds(spread[percentile])
     yield f"{summary['cached_share']:.0%}"
     yield f"{summary['preemptions']:,}"
-    yield f"{summary['refused']:,}"
+    yield f"{sum(not record.is_ok for record in run.report.records):,}"
     yield f"{run.most_kv:.0%}"
     if slo is not None:
         yield f"{kept_share(run.report, slo):.1%}"
