@@ -39,11 +39,24 @@ from penstock.scheduler.request import (
 from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 
 
+class SteadyCost(StepCost):
+    """The time of a step is what it is guessed to be, so what is drafted does not depend on the machine's load."""
+
+    def __init__(self) -> None:
+        super().__init__(2048)
+
+    def measure(self, run: Callable[[int], object], most: int, clock: Callable[[], float]) -> None:
+        pass
+
+    def observe(self, num_tokens: int, seconds: float, is_fenced: bool) -> None:
+        pass
+
+
 class Eager(SpeculationController):
     """All that is proposed is drafted, whatever it costs; bounds are kept as ever."""
 
     def __init__(self, drafter: Drafter, max_drafts: int) -> None:
-        super().__init__(drafter, max_drafts, StepCost(2048), runs_ahead=False, clock=lambda: 0.0)
+        super().__init__(drafter, max_drafts, SteadyCost(), runs_ahead=False, clock=lambda: 0.0)
 
     def _draft(self, wanted: list[Wanted], plan: StepPlan, choosing_s: float) -> Drafted:
         drafts, room = {}, plan.max_drafts
@@ -83,7 +96,7 @@ class InProcessExecutor:
         if not self._is_eager:
             return make_controller(config, backend)
         if config.speculation is None:  # it drafts from predictions, with a clock that stands still
-            return SpeculationController(NoDrafter(), 0, StepCost(2048), runs_ahead=False, clock=lambda: 0.0)
+            return SpeculationController(NoDrafter(), 0, SteadyCost(), runs_ahead=False, clock=lambda: 0.0)
         return Eager(make_drafter(config, backend), config.speculation.num_speculative_tokens)
 
     def submit(self, plan: StepPlan) -> None:

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch
+from engines import SteadyCost
 
 from penstock.models.batch.rows import RowTable
 from penstock.models.executor.process import WorkerProcess
@@ -235,7 +236,7 @@ async def test_the_service_has_another_drafter_too(
     config = worker_config(model.path, speculation=SpeculationConfig(DraftMethod(method), 4, path))
     executor = in_process_executor(config)
     executor._drafting = lambda config, backend: SpeculationController(
-        make_drafter(config, backend), 4, StepCost(2048), runs_ahead=False, clock=lambda: 0.0
+        make_drafter(config, backend), 4, SteadyCost(), runs_ahead=False, clock=lambda: 0.0
     )
     engine = await start_engine(executor)
     answers = await predicted(model, engine, prompts)
