@@ -66,11 +66,11 @@ class Meeting(msgspec.Struct, frozen=True):
     store_descriptor: int = -1
     """The socket that listens at ``store_port``, in rank 0's process only."""
     stage_port: int = 0
-    """The port at which the first stage accepts the others; 0 with one stage."""
+    """The port at which rank 0 accepts the others; 0 with one stage."""
     stage_descriptor: int = -1
     """The socket that listens at ``stage_port``, in rank 0's process only."""
     secret: bytes = b""
-    """What a rank shows to the first stage to be accepted."""
+    """What a rank of a model in stages shows to rank 0 to be accepted."""
     interface: str = ""
     """The network interface of collectives; empty: loopback with a directory, else the one that routes to ``host``."""
 
@@ -156,12 +156,12 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """The number of ranks that share the model, each a worker of its own. ``num_threads`` and ``max_memory_bytes`` are
     totals for all of them until each rank receives its part."""
     tensor_parallel_rank: int = 0
-    """This worker's rank. All ranks get every plan; only rank 0 returns results."""
+    """This worker's part of the matrices. Without stages, all ranks get every plan; only rank 0 returns results."""
     pipeline_parallel_size: int = 1
     """The number of stages, each of which has a part of the layers. Rank r is the part r % ``tensor_parallel_size`` of
     the matrices in stage r // ``tensor_parallel_size``."""
     pipeline_parallel_rank: int = 0
-    """This worker's stage. Only the first stage gets plans, and has the embedding and the head."""
+    """This worker's stage. With several, only rank 0 gets plans, and has the embedding and the head."""
     stage_layers: tuple[int, ...] = ()
     """The number of layers of each stage; empty: as many as make all stages take the same time."""
     meeting: Meeting = Meeting()
@@ -169,9 +169,29 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """Whether the worker computes some steps for ``measured_steps``; false for a worker that replaces another."""
 
     @property
+    def num_ranks(self) -> int:
+        """The number of ranks that share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self.pipeline_parallel_rank * self.tensor_parallel_size + self.tensor_parallel_rank
+
+    @property
+    def only_computes_layers(self) -> bool:
+        """Whether this rank gets no plans, and computes layers for rank 0."""
+        return self.pipeline_parallel_size > 1 and self.rank > 0
+
+    @property
+    def shares_plans(self) -> bool:
+        """Whether several ranks run each plan. Their batches must be the same, so none may depend on a rank's clock."""
+        return self.tensor_parallel_size > 1 and self.pipeline_parallel_size == 1
+
+    @property
     def drafts_predictions(self) -> bool:
-        """Whether it drafts from predictions. Tensor parallel ranks do not: each would choose by its own clock."""
-        return self.uses_predictions and self.tensor_parallel_size == 1
+        """Whether it drafts from predictions. Ranks that share plans do not: each would choose by its own clock."""
+        return self.uses_predictions and not self.shares_plans
 
 
 class MeasuredStep(msgspec.Struct, array_like=True, frozen=True):

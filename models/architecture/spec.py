@@ -171,10 +171,11 @@ class ModelSpec:
         """The rope of each layer, and the number of dimensions that it rotates."""
         return [(rope, self.at(layer).rotary_dim) for layer, rope in enumerate(self.ropes)]
 
-    def layers_by_kv_sizes(self) -> dict[tuple[int, int], list[int]]:
-        """Groups the layers that have keys and values of their own by their number of KV heads and their head size."""
+    def layers_by_kv_sizes(self, part: range | None = None) -> dict[tuple[int, int], list[int]]:
+        """Groups the layers that have keys and values of their own by their number of KV heads and their head size.
+        ``part``: only these layers."""
         layers_of: dict[tuple[int, int], list[int]] = {}
-        for layer in filter(self.has_kv, range(self.num_layers)):
+        for layer in filter(self.has_kv, part or range(self.num_layers)):
             sizes = self.at(layer)
             layers_of.setdefault((sizes.num_kv_heads, sizes.head_dim), []).append(layer)
         return layers_of
@@ -195,9 +196,9 @@ class ModelSpec:
         values = {} if self.values_are_keys(layer) else {"v_proj": sizes.kv_size}
         return {"q_proj": sizes.query_size, "k_proj": sizes.kv_size, **values}
 
-    def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Returns the bytes that one position's keys and values take, over all layers."""
-        groups = self.layers_by_kv_sizes().items()
+    def kv_bytes_per_token(self, element_bytes: int, part: range | None = None) -> int:
+        """Returns the bytes that one position's keys and values take, over all layers, or over these."""
+        groups = self.layers_by_kv_sizes(part).items()
         return 2 * element_bytes * sum(heads * size * len(layers) for (heads, size), layers in groups)
 
     def divided(self, num_ranks: int) -> "ModelSpec":

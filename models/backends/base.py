@@ -59,14 +59,14 @@ Finish = Callable[[], BatchResult]
 
 
 class LaterStage(Protocol):
-    """A stage of a pipeline after the first one: layers, whose batches come from the first stage."""
+    """A rank of a model in stages that is not rank 0: layers, whose batches come from rank 0."""
 
     @property
     def facts(self) -> WorkerFacts:
         """The properties of its part of the model."""
 
     def serve(self) -> NoReturn:
-        """Computes batches until the first stage is lost. Raises PeerLost."""
+        """Computes batches until rank 0 is lost. Raises PeerLost."""
 
 
 class SynchronousBackend(ABC):
@@ -139,7 +139,7 @@ class _Entry:
 BACKENDS = {
     "cpu": _Entry("penstock.models.backends.cpu.backend", "cpu", "cpu", has_stages=True),
     "cuda": _Entry("penstock.models.backends.cuda.backend", "cuda", "cuda"),
-    "reference": _Entry("penstock.models.backends.reference.backend", None, "torch"),
+    "reference": _Entry("penstock.models.backends.reference.backend", None, "torch", has_stages=True),
     "transformers": _Entry("penstock.models.backends.transformers_module.backend", None, "torch"),
 }
 """Backends by name. ``auto`` picks the first one that can run the model."""
@@ -156,7 +156,7 @@ def load_backend(config: WorkerConfig) -> Backend:
 
 
 def load_stage(config: WorkerConfig) -> LaterStage:
-    """Loads a stage after the first one, with the same choice of the backend. Raises ModelError and PeerLost."""
+    """Loads a rank that only computes layers, with the same choice of the backend. Raises ModelError and PeerLost."""
     module, info = _choose_backend(config)
     stage: LaterStage = module.load_stage(config, info)
     return stage

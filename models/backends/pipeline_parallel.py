@@ -1,14 +1,18 @@
-"""Pipeline parallelism: the stages that share a model, each a worker process with some of its layers (Huang et al.,
-arXiv 1811.06965).
+"""Pipeline parallelism: the stages that share a model, each with some of its layers (Huang et al., arXiv 1811.06965). A
+stage is a worker process, or several that divide its matrices (``tensor_parallel``).
 
-The first stage has the embedding, the first layers, the last norm and the head. It gets the plans, owns the rows, and
-chooses the tokens. The other stages have only layers: for each batch they get its hidden states, positions and blocks,
-and return hidden states. So rows, drafts, grammars and sampling are the same as in one process, and no token has to
-travel between stages. No sum is regrouped, so all results have the same bits as in one process, if the kernels of a
-backend give a token the same bits in every batch.
+Rank 0 is in the first stage. It has the embedding, the first layers, the last norm and the head. It gets the plans,
+owns the rows and chooses the tokens. All other ranks have only layers: for each batch they get its hidden states,
+positions and blocks, and return hidden states. So rows, drafts, grammars and sampling are the same as in one process,
+and no token has to travel between ranks. Each other rank computes batches on one thread, in the order in which rank 0
+sends them, so the ranks of a stage exchange their sums in the same order. The head is whole on rank 0: if it were
+divided, another thread would exchange its parts, between the sums of layers in no fixed order.
 
-Hidden states go through the first stage, by one connection to each of the others (``stage_link``). Between a stage's
-layers and the next one's, a batch waits for the network, so the scheduler keeps one batch per stage in flight
+Stages regroup no sum, so all results have the same bits as in one process, if the kernels of a backend give a token the
+same bits in every batch.
+
+Hidden states go through rank 0, by one connection to each of the others (``stage_link``). Between a stage's layers and
+the next one's, a batch waits for the network, so the scheduler keeps one batch per stage in flight
 (``scheduler/planning/preemption.py``). Imports no tensor library.
 """
 
@@ -21,6 +25,7 @@ import msgspec
 
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.errors import ModelError
+from penstock.scheduler.worker_config import WorkerConfig
 
 ROWS, PROMPT_TOKENS = 16, 32
 """The step for which all stages should take the same time: decoding rows, and tokens of prompts. Reading the weights
@@ -44,10 +49,11 @@ class ModelPart:
         return cls(range(spec.num_layers))
 
     @classmethod
-    def of_stage(cls, stage: int, layers: Sequence[int]) -> "ModelPart":
-        """Returns a stage's part. ``layers`` are the numbers of layers of all stages."""
+    def of_rank(cls, config: WorkerConfig, layers: Sequence[int]) -> "ModelPart":
+        """Returns the part of a rank of a model in stages. ``layers`` are the numbers of layers of all stages."""
+        stage = config.pipeline_parallel_rank
         end = sum(layers[: stage + 1])
-        return cls(range(end - layers[stage], end), has_ends=stage == 0)
+        return cls(range(end - layers[stage], end), has_ends=config.rank == 0)
 
     def has(self, tensor: str) -> bool:
         """Whether it has a tensor of ``ModelSpec.tensors``."""

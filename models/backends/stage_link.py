@@ -1,7 +1,7 @@
-"""The connections between the first stage of a pipeline and the others: sockets, frames, and who may connect.
+"""The connections between rank 0 of a model in stages and the other ranks: sockets, frames, and who may connect.
 
-Each later stage connects to the first one. On one host they meet at a socket in a directory that only the service's
-user can enter. Between hosts they meet at a TCP port, and a stage must show a secret that both have from the service.
+Each other rank connects to rank 0. On one host they meet at a socket in a directory that only the service's user can
+enter. Between hosts they meet at a TCP port, and a rank must show a secret that both have from the service.
 Nothing is unpickled: each kind of frame has one declared type, and arrays of numbers after it.
 """
 
@@ -28,12 +28,12 @@ MAX_DATA_BYTES = 1 << 34
 """The limits of a frame. The largest batch of the widest models has less than a tenth of the second."""
 MAX_HELLO_BYTES = 256
 HELLO_S = 5.0
-"""How long a connection may take to show that it is a stage, and the limit of what it may send until then."""
+"""How long a connection may take to show that it is a rank, and the limit of what it may send until then."""
 MAX_STRANGERS = 16
 """The limit of connections that have not shown it. A further one ends at once."""
 RETRY_S = 0.05
 CONNECT_S = 60.0
-"""How long a stage tries to reach the first one, which may still start."""
+"""How long a rank tries to reach rank 0, which may still start."""
 
 _HEADER = struct.Struct("<IIQ")
 """The kind, the length of the body, and the length of the arrays."""
@@ -42,20 +42,20 @@ Bytes = NDArray[np.uint8]
 
 
 class StageHello(msgspec.Struct, array_like=True):
-    """Identifies the stage that connects."""
+    """Identifies the rank that connects."""
 
-    stage: int
+    rank: int
     secret: bytes
 
 
 class StageLayers(msgspec.Struct, array_like=True):
-    """The numbers of layers of all stages; none if the stage must measure its speed first."""
+    """The numbers of layers of all stages; none if the rank must measure its speed first."""
 
     layers: tuple[int, ...]
 
 
 class StageBlocks(msgspec.Struct, array_like=True):
-    """A number of KV blocks: as many as a stage has room for, or as many as each of them gets."""
+    """A number of KV blocks: as many as a rank has room for, or as many as each of them gets."""
 
     num_blocks: int
 
@@ -63,42 +63,42 @@ class StageBlocks(msgspec.Struct, array_like=True):
 class StageBatch(msgspec.Struct, array_like=True):
     """A batch on its way. The arrays are starts (rows), ends (rows), token starts (rows + 1), block tables (rows,
     ``table_width``) and the tokens whose hidden states the head needs (``num_wanted``), in int64, then the hidden
-    states of all tokens in float32."""
+    states of all tokens, in the type in which the backend keeps them between layers."""
 
     num_tokens: int
     num_rows: int
     num_wanted: int
     table_width: int
     computed_us: int = 0
-    """How long the stage that sends it has computed."""
+    """How long the rank that sends it has computed."""
 
 
 class StageResult(msgspec.Struct, array_like=True):
-    """The hidden states of the tokens that the head needs, in float32."""
+    """The hidden states of the tokens that the head needs, in the type of ``StageBatch``."""
 
     computed_us: int
-    """How long the stage computed."""
+    """How long the rank computed."""
 
 
 class StageFrame(IntEnum):
     """The content of a frame, and its direction."""
 
     HELLO = 1
-    """StageHello, the first frame to the first stage."""
+    """StageHello, the first frame to rank 0."""
     LAYERS = 2
-    """StageLayers, from the first stage."""
+    """StageLayers, from rank 0."""
     SPEED = 3
-    """StageSpeed, to the first stage."""
+    """StageSpeed, to rank 0."""
     ROOM = 4
-    """StageBlocks, to the first stage, once the weights are loaded."""
+    """StageBlocks, to rank 0, once the weights are loaded."""
     BLOCKS = 5
-    """StageBlocks, from the first stage."""
+    """StageBlocks, from rank 0."""
     READY = 6
-    """Null, to the first stage, once the pages are allocated."""
+    """Null, to rank 0, once the pages are allocated."""
     BATCH = 7
-    """StageBatch, to a stage; and from a stage that is not the last, for the next one."""
+    """StageBatch, to each rank of a stage; and from the first rank of each stage but the last, for the next one."""
     RESULT = 8
-    """StageResult, from the last stage."""
+    """StageResult, from the first rank of the last stage."""
 
 
 _DECODERS: dict[StageFrame, "msgspec.msgpack.Decoder[Any]"] = {
@@ -114,10 +114,10 @@ _DECODERS: dict[StageFrame, "msgspec.msgpack.Decoder[Any]"] = {
 
 
 class StageLink:
-    """A connection to another stage. One thread may send while another receives. Raises PeerLost."""
+    """A connection to another rank. One thread may send while another receives. Raises PeerLost."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
-        """``name`` names the other stage in errors."""
+        """``name`` names the other rank in errors."""
         self._connection = connection
         self._name = name
 
@@ -186,24 +186,24 @@ class StageLink:
 
 
 def listen(config: WorkerConfig) -> socket.socket:
-    """Returns the socket at which the first stage of a pipeline accepts the others. Raises OSError."""
+    """Returns the socket at which rank 0 accepts the others. Raises OSError."""
     if not config.meeting.directory:
         return socket.socket(fileno=config.meeting.stage_descriptor)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(_path(config))
-    listener.listen(config.pipeline_parallel_size)
+    listener.listen(config.num_ranks)
     return listener
 
 
-def accept_stages(config: WorkerConfig, listener: socket.socket) -> list[StageLink]:
-    """Waits until every later stage has connected; returns the links in the order of the stages. Connections that are
+def accept_ranks(config: WorkerConfig, listener: socket.socket) -> list[StageLink]:
+    """Waits until every other rank has connected; returns the links in the order of the ranks. Connections that are
     none of them end, and keep no other one waiting. Closes the listener."""
     found: dict[int, StageLink] = {}
     greeting: list[threading.Thread] = []
     changing = threading.Lock()
-    listener.settimeout(RETRY_S)  # to see that the last stage has been found
+    listener.settimeout(RETRY_S)  # to see that the last rank has been found
     with listener:
-        while len(found) < config.pipeline_parallel_size - 1:
+        while len(found) < config.num_ranks - 1:
             greeting = [thread for thread in greeting if thread.is_alive()]
             try:
                 connection, _ = listener.accept()
@@ -221,7 +221,7 @@ def accept_stages(config: WorkerConfig, listener: socket.socket) -> list[StageLi
 def _greet(
     config: WorkerConfig, connection: socket.socket, found: dict[int, StageLink], changing: threading.Lock
 ) -> None:
-    """Adds a connection to the links if it is a stage that is missing, and ends it otherwise."""
+    """Adds a connection to the links if it is a rank that is missing, and ends it otherwise."""
     link = StageLink(connection, "a connection")
     try:
         hello = link.receive_hello()
@@ -230,26 +230,26 @@ def _greet(
         return
     with changing:
         is_known = hmac.compare_digest(hello.secret, config.meeting.secret)
-        if is_known and hello.stage not in found and 0 < hello.stage < config.pipeline_parallel_size:
-            found[hello.stage] = StageLink(_tuned(connection), f"stage {hello.stage}")
+        if is_known and hello.rank not in found and 0 < hello.rank < config.num_ranks:
+            found[hello.rank] = StageLink(_tuned(connection), f"rank {hello.rank}")
             return
     link.close()
 
 
 def connect(config: WorkerConfig) -> StageLink:
-    """Connects a later stage to the first one. Raises PeerLost."""
+    """Connects another rank to rank 0. Raises PeerLost."""
     give_up_at = time.monotonic() + CONNECT_S
     while True:
         try:
             connection = _connected(config)
             break
         except OSError as error:
-            # The first stage listens soon; a host that cannot be reached is worth another try as well.
+            # Rank 0 listens soon; a host that cannot be reached is worth another try as well.
             if time.monotonic() > give_up_at:
-                raise PeerLost(f"the first stage cannot be reached: {error}") from error
+                raise PeerLost(f"rank 0 cannot be reached: {error}") from error
             time.sleep(RETRY_S)
-    link = StageLink(_tuned(connection), "the first stage")
-    link.send(StageFrame.HELLO, StageHello(config.pipeline_parallel_rank, config.meeting.secret))
+    link = StageLink(_tuned(connection), "rank 0")
+    link.send(StageFrame.HELLO, StageHello(config.rank, config.meeting.secret))
     return link
 
 
@@ -268,8 +268,8 @@ def _connected(config: WorkerConfig) -> socket.socket:
 
 
 def _path(config: WorkerConfig) -> str:
-    """Returns the path of the socket of a pipeline; each part of the matrices has a pipeline of its own."""
-    return os.path.join(config.meeting.directory, f"stages-{config.tensor_parallel_rank}")
+    """Returns the path of the socket."""
+    return os.path.join(config.meeting.directory, "stages")
 
 
 def _tuned(connection: socket.socket) -> socket.socket:

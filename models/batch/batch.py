@@ -12,6 +12,7 @@ import numpy as np
 from penstock.models.batch.pooled_row import PooledRow
 from penstock.models.batch.rows import Ids, Row, RowTable
 from penstock.models.batch.sampled_positions import NO_DRAFTS, GrammarBitmasks, SampledPosition
+from penstock.models.batch.token_places import positions_of, slots_of
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, TokenLogprobs
 
 
@@ -60,20 +61,12 @@ class Batch:
     @cached_property
     def positions(self) -> Ids:
         """(T,)."""
-        owners = self._owners
-        return np.arange(len(self.token_ids)) - self.token_starts[owners] + self.starts[owners]
+        return positions_of(self.starts, self.token_starts)
 
     @property
     def slots(self) -> Ids:
         """(T,): where each token's KV is written: block * block_size + offset."""
-        block_size = self.table.block_size
-        blocks, offsets = np.divmod(self.positions, block_size)
-        return self.tables[self._owners, blocks] * block_size + offsets
-
-    @cached_property
-    def _owners(self) -> Ids:
-        """(T,): the index of each token's row."""
-        return np.repeat(np.arange(len(self.rows)), self.ends - self.starts)
+        return slots_of(self.positions, self.token_starts, self.tables, self.table.block_size)
 
     def pooled_spans(self) -> Iterator[tuple[PooledRow, int, int]]:
         """Yields, for each row with hidden states that count towards its vector: the pooled row, the index in the batch

@@ -36,7 +36,8 @@ class SampledPosition:
         num_own = length - len(self.drafts)
         if num_own <= 0:
             return tuple(self.drafts[len(self.drafts) - length :])
-        return (*self.row.history[-num_own:], *self.drafts)
+        end = self.position - len(self.drafts)  # the history may have grown since
+        return (*self.row.history[max(0, end - num_own) : end], *self.drafts)
 
     def forbidden_ids(self) -> Iterator[Ids]:
         """Yields the ids of tokens that must not come here, possibly repeated: stops before ``min_tokens``, and tokens

@@ -33,21 +33,17 @@ ANSWER_S = 0.2
 def new_executor(config: WorkerConfig, spawned: Spawned | None = None, hosts: OtherHosts | None = None) -> Executor:
     """Returns the executor for a service with this config. ``spawned`` is a worker process that was started already,
     and ``hosts`` are those that run ranks besides this one."""
-    if num_ranks(config) == 1:
+    if config.num_ranks == 1:
         return WorkerProcess(config, spawned=spawned)
     if spawned is not None:
         spawned.drop()  # ranks are started together
     return WorkerGroup(config, hosts)
 
 
-def num_ranks(config: WorkerConfig) -> int:
-    """Returns the number of ranks of a model."""
-    return config.tensor_parallel_size * config.pipeline_parallel_size
-
-
 class WorkerGroup:
-    """An ``Executor`` over one worker process per rank. Every rank of the first stage gets every plan, and only rank 0
-    returns results. When one ends, all are ended, and the next ``start`` starts all of them.
+    """An ``Executor`` over one worker process per rank. Every rank gets every plan; with stages, only rank 0 does, and
+    the others compute layers for it. Only rank 0 returns results. When one ends, all are ended, and the next ``start``
+    starts all of them.
 
     Host n of N has the ranks n * R / N to (n + 1) * R / N - 1 of R ranks; this host is host 0. On one host they meet in
     a directory. On several they meet by TCP: rank 0 starts first and reports the ports.
@@ -58,10 +54,10 @@ class WorkerGroup:
         self._hosts = hosts
         # The name cannot be guessed, and creating the directory fails if it exists.
         self._directory = Path(tempfile.gettempdir()) / f"penstock-{secrets.token_hex(16)}"
-        self._num_local = num_ranks(config) // (1 if hosts is None else hosts.num_nodes)
-        self._workers = [self._new_worker(rank) for rank in range(num_ranks(config))]
-        self._planned = self._workers[: config.tensor_parallel_size]
-        """The workers of the first stage."""
+        self._num_local = config.num_ranks // (1 if hosts is None else hosts.num_nodes)
+        self._workers = [self._new_worker(rank) for rank in range(config.num_ranks)]
+        self._planned = self._workers[: 1 if config.pipeline_parallel_size > 1 else None]
+        """The workers that get plans."""
         self._answers: asyncio.Queue[StepResult | ExecutorError | None] = asyncio.Queue()
         self._watches: list[asyncio.Task[None]] = []
         self._lost: ExecutorError | None = None

@@ -66,6 +66,10 @@ def load(config: WorkerConfig, backend: Backend) -> "DraftModelDrafter":
             host_kv_cache_bytes=0,
             speculation=CATCHING_UP,
             tokenizer=None,
+            # Rank 0 has all of it.
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            stage_layers=(),
         )
     )
     logger.info("drafts come from %s, which has weights of %d MiB", model, drafts.facts.weight_bytes >> 20)

@@ -222,7 +222,7 @@ def grammars_of(config: WorkerConfig) -> StructuredOutputManager:
     return StructuredOutputManager(
         partial(read_tokenizer, *arguments),
         vocab_size,
-        puts_off=config.tensor_parallel_size == 1,
+        puts_off=not config.shares_plans,
         ends_slow_rows=config.tensor_parallel_rank == 0,  # the others continue until the row is dropped
         num_ids=num_ids,
     )

@@ -71,7 +71,7 @@ def serve(channel: Channel) -> int:
     set_up_logging(config.log_format, config.log_level, holds_texts=False)
     try:
         with _alive(channel):
-            if config.pipeline_parallel_rank:
+            if config.only_computes_layers:
                 _serve_stage(channel, config, frames)
             config = open_meeting(check_speculation(config), channel)
             grammars = None
@@ -105,7 +105,7 @@ def serve(channel: Channel) -> int:
 
 
 def _serve_stage(channel: Channel, config: WorkerConfig, frames: Iterator[tuple[FrameKind, object]]) -> NoReturn:
-    """Serves a later stage of a pipeline. It gets no plans, and ends when the service closes its end."""
+    """Serves a rank that computes layers for rank 0. It gets no plans, and ends when the service closes its end."""
     threading.Thread(target=_end_after, args=(frames,), name="end", daemon=True).start()
     stage = load_stage(config)
     gc.freeze()

@@ -19,10 +19,11 @@ def check_speculation(config: WorkerConfig) -> WorkerConfig:
     """Returns a config that leaves room for its drafter. Raises ModelError if no drafter can do what it requires."""
     if config.speculation is None:
         return config
-    if config.tensor_parallel_size > 1:
+    if config.shares_plans:
         raise ModelError(
             "--speculative-config: does not work with --tensor-parallel-size above 1, since all ranks must draft the "
-            "same number of tokens, and each chooses it by its own clock: remove one of the two"
+            "same number of tokens, and each chooses it by its own clock: remove one of the two, or give "
+            "--pipeline-parallel-size too, with which only rank 0 drafts"
         )
     if config.pipeline_parallel_size > 1 and config.speculation.method is DraftMethod.EAGLE3:
         raise ModelError(

@@ -333,10 +333,7 @@ def _choose_device(config: ServeConfig, machine: Machine) -> str:
         device = "cpu" if config.backend == "cpu" else machine.default_device()[0]
     if device == "cuda" and config.ranks_per_node > max(1, len(machine.gpus)):
         here = "" if config.nnodes == 1 else f", {config.ranks_per_node} of them on this host"
-        raise ModelError(
-            f"--tensor-parallel-size {config.tensor_parallel_size}: each rank needs a GPU{here}, and this machine has "
-            f"{len(machine.gpus)}"
-        )
+        raise ModelError(f"{config.rank_flags}: each rank needs a GPU{here}, and this machine has {len(machine.gpus)}")
     return device
 
 

@@ -50,8 +50,8 @@ class ServeConfig(HostFlags, AccessFlags):
         "CPUs, in plain torch, for testing", metavar="N", low=1, high=64,
     )  # fmt: skip
     pipeline_parallel_size: int = flag(
-        1, "stages that share the model: each has a part of the layers, for models and loads that outgrow one host; on "
-        "the cpu backend", metavar="N", low=1, high=64,
+        1, "stages that share the model: each has a part of the layers, for models and loads that outgrow one host. "
+        "With --tensor-parallel-size too, each stage has that many ranks", metavar="N", low=1, high=64,
     )  # fmt: skip
     dtype: str = flag(
         "auto",
@@ -190,18 +190,29 @@ class ServeConfig(HostFlags, AccessFlags):
         check_hosts(self)
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"--device: must be auto, cpu, cuda or cuda:N; it is {self.device!r}")
-        if self.tensor_parallel_size > 1 and ":" in self.device:
+        if self.num_ranks > 1 and ":" in self.device:
             raise ConfigError(
-                f"--device: {self.device} is one GPU, but --tensor-parallel-size {self.tensor_parallel_size} needs "
-                f"{self.tensor_parallel_size}; give cuda, and choose the GPUs with CUDA_VISIBLE_DEVICES"
+                f"--device: {self.device} is one GPU, but {self.rank_flags} needs {self.num_ranks}; give cuda, and "
+                "choose the GPUs with CUDA_VISIBLE_DEVICES"
             )
         if not self.model:
             raise ConfigError("MODEL: is empty; give a directory, a GGUF file, an id on the Hugging Face Hub, or demo")
 
     @property
+    def num_ranks(self) -> int:
+        """The number of ranks that share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def ranks_per_node(self) -> int:
         """The number of ranks on each host."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size // self.nnodes
+        return self.num_ranks // self.nnodes
+
+    @property
+    def rank_flags(self) -> str:
+        """The flags that set the number of ranks, for errors."""
+        sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
+        return " times ".join(f"--{kind}-parallel-size {size}" for kind, size in sizes.items() if size > 1)
 
     @property
     def address(self) -> str:
@@ -246,7 +257,8 @@ class ServeConfig(HostFlags, AccessFlags):
     @property
     def speculation(self) -> SpeculationConfig | None:
         """How tokens are drafted; None without speculative decoding."""
-        return choose_speculation(self.speculative_config, self.tensor_parallel_size)
+        shares_plans = self.tensor_parallel_size > 1 and self.pipeline_parallel_size == 1
+        return choose_speculation(self.speculative_config, shares_plans=shares_plans)
 
     @property
     def model_name(self) -> str:

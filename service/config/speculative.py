@@ -53,11 +53,11 @@ _KEYS: Mapping[str, _ConfigKey] = {
 }
 
 
-def choose_speculation(text: str | None, tensor_parallel_size: int) -> SpeculationConfig | None:
+def choose_speculation(text: str | None, *, shares_plans: bool) -> SpeculationConfig | None:
     """Returns how tokens are drafted by the flag's text, which may be missing; None: not at all. By default, ranks that
-    share a model draft nothing, since all must draft the same number of tokens. Raises ConfigError."""
+    share plans draft nothing, since all must draft the same number of tokens. Raises ConfigError."""
     if text is None:
-        return _AUTO if tensor_parallel_size == 1 else None
+        return None if shares_plans else _AUTO
     return parse_speculation(text)
 
 

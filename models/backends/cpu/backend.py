@@ -5,14 +5,15 @@ import numpy as np
 from penstock.kernels.cpu.bindings import LANES, LibraryMissing
 from penstock.kernels.cpu.program import Memory, Step, typed_library
 from penstock.models.backends.base import Backend, SynchronousBackend
-from penstock.models.backends.cpu.first_stage import load_first_stage
-from penstock.models.backends.cpu.later_stage import load_later_stage
 from penstock.models.backends.cpu.loading import DTYPES, SMALL_STEP, ModelLoading
 from penstock.models.backends.cpu.memory import FirstPages
 from penstock.models.backends.cpu.model import CpuModel
 from penstock.models.backends.cpu.outputs import BatchOutputs, Features, batch_fields
 from penstock.models.backends.cpu.sampling import SamplingRows
+from penstock.models.backends.cpu.stages import CpuStageLoading
 from penstock.models.backends.cpu.weights import is_kept
+from penstock.models.backends.first_stage import load_first_stage
+from penstock.models.backends.later_stage import StageRank, load_later_stage
 from penstock.models.backends.pipeline_parallel import ModelPart
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.info import CheckpointInfo
@@ -101,9 +102,9 @@ def _experts_differ(info: CheckpointInfo) -> bool:
 
 def load(config: WorkerConfig, info: CheckpointInfo) -> Backend:
     """The factory for the backend registry; ``unsupported_reason`` must be None. Raises ModelError."""
-    loading = ModelLoading(config, info)
     if config.pipeline_parallel_size > 1:
-        return load_first_stage(loading)
+        return load_first_stage(config, info.spec, lambda: CpuStageLoading(ModelLoading(config, info)))
+    loading = ModelLoading(config, info)
     part = ModelPart.whole(loading.spec)
     model = loading.load_weights(part)
     num_blocks = loading.num_blocks(part)
@@ -112,4 +113,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> Backend:
     return CpuBackend(model, pages, facts)
 
 
-load_stage = load_later_stage
+def load_stage(config: WorkerConfig, info: CheckpointInfo) -> StageRank:
+    """The factory of ranks that only compute layers; ``unsupported_reason`` must be None. Raises ModelError and
+    PeerLost."""
+    return load_later_stage(config, lambda: CpuStageLoading(ModelLoading(config, info)))

@@ -2,6 +2,7 @@
 compared with it. It is as fast as torch's own operations allow without compilation."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,17 +11,23 @@ from torch.nn import functional
 from penstock.kernels.reference.ops import rotate, soft_cap
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.backends.base import context_of, shared_facts
+from penstock.models.backends.base import Backend, context_of, shared_facts
 from penstock.models.backends.distributed import join
+from penstock.models.backends.first_stage import load_first_stage
+from penstock.models.backends.later_stage import StageRank, load_later_stage
 from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
+from penstock.models.backends.pipeline_parallel import ModelPart, PartWork, StageSpeed
 from penstock.models.backends.reference.attention_groups import AttentionGroup, attention_groups, grouped_attention
-from penstock.models.backends.tensor_parallel import TensorParallel
+from penstock.models.backends.stage_part import StageRows
+from penstock.models.backends.tensor_parallel import ALONE, TensorParallel
 from penstock.models.backends.torch_common.device import choose_dtype
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.paged_backend import PagedBackend
+from penstock.models.backends.torch_common.rank_speed import measure_rank_speed
 from penstock.models.backends.torch_common.rope_tables import cos_sin_tables, query_scales
+from penstock.models.backends.torch_common.stages import TorchPart, num_loaded, rank_work
 from penstock.models.backends.torch_common.weights import (
     LayerWeights,
     MlpBesideExperts,
@@ -55,13 +62,17 @@ class ReferenceBackend(PagedBackend):
         num_threads: int,
         num_logits: int,
         parallel: TensorParallel,
+        part: ModelPart | None = None,
     ) -> None:
-        """``spec``, ``weights`` and ``pages`` are the rank's."""
+        """``spec``, ``weights`` and ``pages`` are the rank's. ``part``: its part of a model in stages, where rank 0 has
+        the whole head."""
         super().__init__(pages, host_pages, spec.vocab_size)
         self.facts = facts
         self._num_threads = num_threads
         self._num_logits = num_logits
         self._parallel = parallel
+        self._head_parallel = parallel if part is None else ALONE
+        self._layers = range(spec.num_layers) if part is None else part.layers
         self._small_step = SMALL_STEP // spec.num_parameters if spec.num_parameters < SMALL_MODEL else 0
         self._spec = spec
         self._weights = weights
@@ -75,10 +86,50 @@ class ReferenceBackend(PagedBackend):
         }
 
     def forward(self, batch: Batch, features: list[Tensor]) -> Tensor:
+        self._choose_threads(len(batch.token_ids))
+        x = self.embed(batch)
+        weights = self._weights
+        inputs = None if weights.layer_inputs is None else weights.layer_inputs(self._token_ids(batch), x)
+        return self.final_norm(self._run_layers(batch, x, inputs, batch.feature_layers, features))
+
+    def embed(self, batch: Batch) -> Tensor:
+        """Returns the input of the first layer, (T, hidden)."""
         spec, weights = self._spec, self._weights
-        torch.set_num_threads(1 if len(batch.token_ids) <= self._small_step else self._num_threads)
+        x = functional.embedding(self._token_ids(batch), weights.embedding)
+        x = x * scale_of_embeddings(spec, x.dtype)
+        if spec.position_table is not None and weights.positions is not None:
+            positions = torch.from_numpy(batch.positions).to(self._device)
+            x = x + functional.embedding(positions + spec.position_table.offset, weights.positions)
+        return x
+
+    def run_layers(self, rows: Batch | StageRows, x: Tensor) -> Tensor:
+        """See ``StageDecoder``."""
+        self._choose_threads(len(x))
+        return self._run_layers(rows, x, None, (), [])
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """(N, hidden) -> (N, hidden)."""
+        self._choose_threads(len(x))  # each thread has a number of its own
+        return self._weights.norm(x)
+
+    def _choose_threads(self, num_tokens: int) -> None:
+        torch.set_num_threads(1 if num_tokens <= self._small_step else self._num_threads)
+
+    def _token_ids(self, batch: Batch) -> Tensor:
         # Ids were checked at admission, but an id out of range must never become an address.
-        token_ids = torch.from_numpy(batch.token_ids).to(self._device).clamp(0, spec.vocab_size - 1)
+        return torch.from_numpy(batch.token_ids).to(self._device).clamp(0, self._spec.vocab_size - 1)
+
+    def _run_layers(
+        self,
+        batch: Batch | StageRows,
+        x: Tensor,
+        inputs: Tensor | None,
+        feature_layers: tuple[int, ...],
+        features: list[Tensor],
+    ) -> Tensor:
+        """Runs the rank's layers on (T, hidden). ``inputs``, (T, layers, size), are those that layers have of their
+        own."""
+        spec, weights = self._spec, self._weights
         positions = torch.from_numpy(batch.positions).to(self._device)
         slots = torch.from_numpy(batch.slots).to(self._device)
         turns = {key: (cos[positions], sin[positions]) for key, (cos, sin) in self._cos_sin_tables.items()}
@@ -94,17 +145,12 @@ class ReferenceBackend(PagedBackend):
             for window in set(spec.windows)
         }
         query_scale = None if spec.query_scaling is None else query_scales(spec.query_scaling, positions)
-        x = functional.embedding(token_ids, weights.embedding)
-        x = x * scale_of_embeddings(spec, x.dtype)
-        if spec.position_table is not None and weights.positions is not None:
-            x = x + functional.embedding(positions + spec.position_table.offset, weights.positions)
-        inputs = None if weights.layer_inputs is None else weights.layer_inputs(token_ids, x)
-        for index, (layer, window) in enumerate(zip(weights.layers, spec.windows, strict=True)):
-            if index in batch.feature_layers:
+        for index, layer in zip(self._layers, weights.layers, strict=True):
+            if index in feature_layers:
                 features.append(x)
             before, turned = layer.before_attention(x), turns[self._rotations[index]]
-            sizes = self._specs[index]
-            mixed = attend(sizes, self._pages, index, layer, before, turned, slots, groups[window], query_scale)
+            sizes, seen = self._specs[index], groups[spec.windows[index]]
+            mixed = attend(sizes, self._pages, index, layer, before, turned, slots, seen, query_scale)
             if spec.is_parallel:
                 both = mixed + layer.mlp(before if layer.before_mlp is unchanged else layer.before_mlp(x))
                 self._parallel.all_reduce(both)
@@ -120,10 +166,10 @@ class ReferenceBackend(PagedBackend):
                 x = layer.inputs(x, inputs[:, index])
             if layer.scalar is not None:
                 x = x * layer.scalar
-        return weights.norm(x)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = upcast(self._parallel.gather_columns(self._weights.head(hidden), self._num_logits))
+        logits = upcast(self._head_parallel.gather_columns(self._weights.head(hidden), self._num_logits))
         logits = logits * self._spec.logit_scale
         return logits if self._spec.logit_soft_cap is None else soft_cap(logits, self._spec.logit_soft_cap)
 
@@ -161,40 +207,99 @@ def attend(
     return layer.output(mixed.flatten(1))
 
 
-def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
+def load(config: WorkerConfig, info: CheckpointInfo) -> Backend:
     """The factory for the backend registry. Raises ModelError."""
-    if config.deterministic:
-        logger.warning("--deterministic does nothing in plain torch: a row's last bits may depend on its batch")
-    spec = info.spec.divided(config.tensor_parallel_size)
-    # Quantised weights of a checkpoint are dequantised at load.
-    quantization = info.choose_quantization(config.quantization)
-    dtype_name, dtype, device = choose_dtype(config, info)
-    _check_flags(config, info, dtype_name)
-    max_model_len = context_of(config, spec)
-    parallel = join(config)
-    num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
-    num_bytes = spec.num_loaded(num_logits, parallel.size) * dtype.itemsize
-    check_weights_fit(config, spec.architecture, num_bytes, dtype_name, parallel)
-    weights = load_weights(info, dtype, device, config.load_format, num_logits, parallel)
-    block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * config.block_size
-    # One more page pads the tables of shorter rows.
-    num_blocks = num_kv_blocks(config, block_bytes, max_model_len, num_spare=1, parallel=parallel)
-    with allocated(num_blocks, device):
-        pages = KVPages(spec, num_blocks, config.block_size, dtype, device)
-    host_pages = take_host_pages(config, pages.by_block, block_bytes, pages.num_bytes)
-    facts = WorkerFacts(
-        **shared_facts(config, info, num_blocks, default_budget=MAX_BATCHED_TOKENS),
-        backend="reference",
-        dtype=dtype_name,
-        kv_cache_dtype=dtype_name,
-        quantization=quantization,
-        kv_bytes=pages.num_bytes,
-        weight_bytes=weights.num_bytes,
-        num_host_blocks=host_pages.num_slots,
-        copy_us_per_block=host_pages.measure_copy_us(),
-        num_threads=config.num_threads if device.type == "cpu" else 0,
-    )
-    return ReferenceBackend(spec, weights, pages, host_pages, facts, config.num_threads, num_logits, parallel)
+    if config.pipeline_parallel_size > 1:
+        return load_first_stage(config, info.spec, lambda: ReferenceLoading(config, info))
+    loading = ReferenceLoading(config, info)
+    loading.load_weights(None)
+    return loading.backend(loading.num_blocks())
+
+
+def load_stage(config: WorkerConfig, info: CheckpointInfo) -> StageRank:
+    """The factory of ranks that only compute layers. Raises ModelError and PeerLost."""
+    return load_later_stage(config, lambda: ReferenceLoading(config, info))
+
+
+class ReferenceLoading:
+    """Loads a rank's part of a model, in stages (``StageLoading``) or not."""
+
+    def __init__(self, config: WorkerConfig, info: CheckpointInfo) -> None:
+        """Waits for the ranks that share the matrices. Raises ModelError and PeerLost."""
+        if config.deterministic:
+            logger.warning("--deterministic does nothing in plain torch: a row's last bits may depend on its batch")
+        self.config, self._info = config, info
+        self.spec = info.spec.divided(config.tensor_parallel_size)
+        # Quantised weights of a checkpoint are dequantised at load.
+        self._quantization = info.choose_quantization(config.quantization)
+        self._dtype_name, self._dtype, self._device = choose_dtype(config, info)
+        _check_flags(config, info, self._dtype_name)
+        self._max_model_len = context_of(config, self.spec)
+        self._parallel = join(config)
+        self._num_logits = min(config.tokenizer_vocab_size or self.spec.vocab_size, self.spec.vocab_size)
+        self._part: ModelPart | None = None
+        self._weights: Weights | None = None
+
+    def measure_speed(self) -> StageSpeed:
+        return measure_rank_speed(self._dtype, self._device, self.spec.num_parameters * self._dtype.itemsize)
+
+    def work(self) -> tuple[list[PartWork], PartWork]:
+        size = self._dtype.itemsize
+        return rank_work(
+            self.spec, self._num_logits, size, lambda part: size * num_loaded(self.spec, self._num_logits, part)
+        )
+
+    def load_weights(self, part: ModelPart | None) -> None:
+        """Loads the weights; ``part``: only these, in stages. Raises ModelError."""
+        config, spec, parallel = self.config, self.spec, self._parallel
+        number = spec.num_loaded(self._num_logits, parallel.size)
+        if part is not None:
+            number = num_loaded(spec, self._num_logits, part)
+        check_weights_fit(config, spec.architecture, number * self._dtype.itemsize, self._dtype_name, parallel)
+        self._part = part
+        self._weights = load_weights(
+            self._info, self._dtype, self._device, config.load_format, self._num_logits, parallel, part=part
+        )
+
+    def num_blocks(self) -> int:
+        # One more page pads the tables of shorter rows.
+        return num_kv_blocks(
+            self.config, self._block_bytes(), self._max_model_len, num_spare=1, parallel=self._parallel
+        )
+
+    def backend(self, num_blocks: int, layers: Sequence[int] = ()) -> ReferenceBackend:
+        """Allocates the pages. ``layers`` are the numbers of layers of all stages. Raises ModelError."""
+        config, spec, weights, part = self.config, self.spec, self._weights, self._part
+        assert weights is not None, "the weights come first"
+        with allocated(num_blocks, self._device):
+            numbers = None if part is None else part.layers
+            pages = KVPages(spec, num_blocks, config.block_size, self._dtype, self._device, numbers)
+        host_pages = take_host_pages(config, pages.by_block, self._block_bytes(), pages.num_bytes)
+        facts = WorkerFacts(
+            **shared_facts(config, self._info, num_blocks, default_budget=MAX_BATCHED_TOKENS),
+            backend="reference",
+            dtype=self._dtype_name,
+            kv_cache_dtype=self._dtype_name,
+            quantization=self._quantization,
+            kv_bytes=pages.num_bytes,
+            weight_bytes=weights.num_bytes,
+            num_host_blocks=host_pages.num_slots,
+            copy_us_per_block=host_pages.measure_copy_us(),
+            num_threads=config.num_threads if self._device.type == "cpu" else 0,
+            stage_layers=tuple(layers),
+        )
+        return ReferenceBackend(
+            spec, weights, pages, host_pages, facts, config.num_threads, self._num_logits, self._parallel, part
+        )
+
+    def first_part(self, num_blocks: int, layers: Sequence[int]) -> TorchPart:
+        return TorchPart(self.backend(num_blocks, layers), self._dtype, self._device)
+
+    layer_part = first_part
+
+    def _block_bytes(self) -> int:
+        layers = None if self._part is None else self._part.layers
+        return self.spec.kv_bytes_per_token(self._dtype.itemsize, layers) * self.config.block_size
 
 
 def _check_flags(config: WorkerConfig, info: CheckpointInfo, dtype: str) -> None:

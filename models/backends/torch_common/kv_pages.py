@@ -15,8 +15,15 @@ class KVPages:
     """
 
     def __init__(
-        self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        part: range | None = None,
     ) -> None:
+        """``part``: only for these layers."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
@@ -25,7 +32,7 @@ class KVPages:
         self.values: dict[int, Tensor] = {}
         self._whole: list[Tensor] = []
         """Keys and values, each of all layers of the same sizes: (layers, kv heads, num_blocks + 1, block_size, D)."""
-        for (num_kv_heads, head_dim), layers in spec.layers_by_kv_sizes().items():
+        for (num_kv_heads, head_dim), layers in spec.layers_by_kv_sizes(part).items():
             shape = (len(layers), num_kv_heads, num_blocks + 1, block_size, head_dim)
             for pages in (self.keys, self.values):
                 whole = torch.empty(shape, dtype=dtype, device=device)

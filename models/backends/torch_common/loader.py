@@ -2,6 +2,7 @@
 
 import math
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from penstock.kernels.reference.ops import (
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import BESIDE_NORMS, ONES, ModelSpec
 from penstock.models.architecture.spec_parts import Activation, Experts, NormKind, QkNorm, Scoring
+from penstock.models.backends.pipeline_parallel import ModelPart
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel, share
 from penstock.models.backends.torch_common.fp4_experts import Fp4Experts
 from penstock.models.backends.torch_common.weights import (
@@ -76,17 +78,17 @@ class FileSource:
 
 class DummySource:
     """Random weights for benchmarks: matrices are normal with a small deviation, norms are one, and everything else is
-    zero. They are the same every time, however many ranks share them."""
+    zero. They are the same every time, however many ranks and stages share them."""
 
     def __init__(self, info: CheckpointInfo, device: torch.device) -> None:
         self._shapes: Mapping[str, tuple[int, ...]] = dict(info.spec.tensors())
-        self._generator = torch.Generator(device).manual_seed(0)
+        self._generator = torch.Generator(device)
 
     def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
         ones = name.endswith(ONES)
         if out.ndim == 2 and not ones:
             whole = out if out.shape == self._shapes[name] else out.new_empty(self._shapes[name])
-            whole.normal_(std=0.02, generator=self._generator)
+            whole.normal_(std=0.02, generator=self._generator.manual_seed(zlib.crc32(name.encode())))
             if whole is not out:
                 out.copy_(whole[part])
         else:
@@ -200,22 +202,28 @@ def load_weights(
     make_linear: "MakeLinear | None" = None,
     embedding: Tensor | None = None,
     keeps_fp4: bool = False,
+    part: ModelPart | None = None,
 ) -> Weights:
     """Loads a checked checkpoint, or a rank's part of it according to ``info.spec.divided``. ``num_logits`` is the
     number of the head's first rows that are used; a rank has its ``share`` of them. ``embedding`` is another model's,
-    and replaces the checkpoint's. ``keeps_fp4``: the experts stay in MXFP4; see ``has_fp4_experts``."""
+    and replaces the checkpoint's. ``keeps_fp4``: the experts stay in MXFP4; see ``has_fp4_experts``. ``part``: only
+    that of a rank of a model in stages, where rank 0 has the whole head."""
     spec = info.spec.divided(parallel.size)
     source: FileSource | DummySource = DummySource(info, device) if load_format == "dummy" else FileSource(info)
     fp4_experts = Fp4Experts(info, spec, device, parallel) if keeps_fp4 else None
     fill = _Filler(source, spec, dtype, device, parallel, make_linear or _dense, fp4_experts)
+    numbers = range(spec.num_layers) if part is None else part.layers
+    layers = tuple(_load_layer(replace(fill, spec=spec.at(layer)), layer) for layer in numbers)
+    norm = fill.norm("model.norm")
+    if part is not None and not part.has_ends:
+        nothing = fill.empty(0, spec.hidden_size)
+        return Weights(nothing, None, None, layers, norm, DenseLinear(nothing), num_bytes((layers, norm)))
     if embedding is None:
         embedding = fill.tensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
     table = spec.position_table
     positions = fill.tensor("model.embed_positions.weight", (table.num_rows, spec.hidden_size)) if table else None
     layer_inputs = _load_layer_inputs(fill)
-    layers = tuple(_load_layer(replace(fill, spec=spec.at(layer)), layer) for layer in range(spec.num_layers))
-    norm = fill.norm("model.norm")
-    rows = share(num_logits, parallel)
+    rows = share(num_logits, parallel if part is None else ALONE)
     untied = None
     if not spec.tied_embeddings:
         untied = fill.tensor("lm_head.weight", (rows.stop - rows.start, spec.hidden_size), (rows,))

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from penstock.models.backends.torch_common.device import ids_on_device
 from penstock.models.backends.torch_common.sampler import log_softmax, sample_positions, token_logprobs, top_logprobs
 from penstock.models.batch.batch import Batch, BatchResult, Sampled, join_logprobs
 from penstock.models.batch.pooled_row import PooledRow
-from penstock.models.batch.rows import Row
+from penstock.models.batch.rows import Ids, Row
 from penstock.scheduler.plan import PromptLogprobsPart
 
 MAX_LOGITS = 1 << 24
@@ -29,6 +30,13 @@ def result_of(batch: Batch, hidden: Tensor, head: Head, vocab_size: int) -> Batc
     if batch.sampled:
         sampled = sample_positions(head(hidden[batch.sampled_tokens.tolist()]), batch.sampled, batch.masks)
     return BatchResult(sampled, read.finish())
+
+
+def wanted_tokens(batch: Batch) -> Ids:
+    """Returns the indices of the tokens whose hidden states ``result_of`` reads, ascending."""
+    spans = [(first, count) for _, first, count, _ in batch.prompt_spans()]
+    spans += [(first, count) for _, first, count in batch.pooled_spans()]
+    return np.unique(np.concatenate([batch.sampled_tokens, *(np.arange(start, start + num) for start, num in spans)]))
 
 
 @dataclass(frozen=True)

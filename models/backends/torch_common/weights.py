@@ -279,7 +279,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """The whole model."""
+    """The whole model, or a part of its layers. Without the ends, embedding and head have no rows."""
 
     embedding: Tensor
     """(vocabulary, hidden)."""

@@ -13,7 +13,7 @@ from penstock.models.backends.stage_link import (
     StageBatch,
     StageFrame,
     StageLink,
-    accept_stages,
+    accept_ranks,
     connect,
     listen,
 )
@@ -43,7 +43,7 @@ def of_stage(config, stage, secret=SECRET):
 def test_only_missing_stages_with_the_secret_are_let_in(config):
     listener = listen(config)
     with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(accept_stages, config, listener)
+        accepted = pool.submit(accept_ranks, config, listener)
         garbage = stage_link._connected(config)
         garbage.sendall(b"GET / HTTP/1.1\r\n\r\n" * 4)
         refused = [StageLink(garbage, "garbage"), *(connect(of_stage(config, stage)) for stage in (0, 3))]
@@ -82,7 +82,7 @@ def test_strangers_keep_no_stage_waiting_and_get_no_memory(config, monkeypatch):
     monkeypatch.setattr(stage_link, "HELLO_S", 3600.0)
     listener = listen(config)
     with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(accept_stages, config, listener)
+        accepted = pool.submit(accept_ranks, config, listener)
         silent, greedy = stage_link._connected(config), stage_link._connected(config)
         greedy.sendall(stage_link._HEADER.pack(StageFrame.HELLO, 1, 1 << 33))
         stages = [connect(of_stage(config, stage)) for stage in (1, 2)]
@@ -138,5 +138,5 @@ def test_a_link_that_is_closed_wakes_who_receives(pair):
 
 def test_a_first_stage_that_never_listens_is_reported(config, monkeypatch):
     monkeypatch.setattr(stage_link, "CONNECT_S", 0.0)
-    with pytest.raises(PeerLost, match="the first stage cannot be reached: "):
+    with pytest.raises(PeerLost, match="rank 0 cannot be reached: "):
         connect(of_stage(config, 1))

@@ -2,6 +2,7 @@
 lost. ``tests/service/hosts/test_two_namespaces.py`` has more."""
 
 import os
+import re
 import signal
 
 import psutil
@@ -23,8 +24,9 @@ GREEDY = SamplingParams(temperature=0.0)
 SAMPLED = SamplingParams(temperature=1.1, top_p=0.95, top_k=100, seed=2**63 + 11)
 
 
+@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.soak)])
 async def test_a_rank_on_another_host_is_killed_amid_8_streams(
-    tiny_model, worker_config, in_process, start_engine, prompts, tmp_path, caplog
+    tiny_model, worker_config, in_process, start_engine, prompts, tmp_path, caplog, num_stages
 ):
     path = tiny_model("llama").path
     (tmp_path / "token").write_bytes(TOKEN.hex().encode())
@@ -37,24 +39,28 @@ async def test_a_rank_on_another_host_is_killed_amid_8_streams(
         model=LeaderModel(str(path)),
         digest=digest_checkpoint(path, path, has_weights=True),
         token=TOKEN.hex().encode(),
+        ranks_per_node=num_stages,
     )
     leader = Leader(settings)
     await leader.open()
     try:
         arguments = (f"localhost:{leader.port}", tmp_path / "token", tmp_path / "log", "--threads=1")
         with worker_command(*arguments) as agent:
-            engine = await start_engine(WorkerGroup(worker_config(path, tensor_parallel_size=2), leader))
-            assert engine.engine.facts.tensor_parallel_size == 2
+            ranks = {"tensor_parallel_size": 2, "pipeline_parallel_size": num_stages}
+            engine = await start_engine(WorkerGroup(worker_config(path, **ranks), leader))
+            facts = engine.engine.facts
+            assert (facts.tensor_parallel_size, facts.pipeline_parallel_size) == (2, num_stages)
             answers = [engine.submit(prompt, kind, 60) for prompt, kind in zip(prompts, kinds, strict=True)]
             await until(lambda: len(answers[0].token_ids) > 5)
-            [rank] = psutil.Process(agent.pid).children()
-            rank.kill()
+            ranks_there = psutil.Process(agent.pid).children()
+            assert len(ranks_there) == num_stages
+            ranks_there[0].kill()
             await until(lambda: engine.engine.state is EngineState.RECOVERING)
             await engine.engine.wait_idle()
             assert {answer.finished.reason for answer in answers} == {EngineFinishReason.LENGTH}
             assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in alone]
             assert engine.stats.restarts == 1
-            assert "rank 1: node rank 1 (127.0.0.1): the worker was ended by SIGKILL" in caplog.text
+            assert re.search(r"rank [123]: node rank 1 \(127.0.0.1\): the worker was ended by SIGKILL", caplog.text)
             agent.send_signal(signal.SIGTERM)
             assert agent.wait() == 0
             await until(lambda: "the agent is lost: it closed the connection" in caplog.text)
@@ -63,7 +69,7 @@ async def test_a_rank_on_another_host_is_killed_amid_8_streams(
         await leader.close()
     log = (tmp_path / "log").read_text()
     assert "joined localhost:" in log
-    assert "rank 1 has ended: the worker was ended by SIGKILL" in log
+    assert re.search("rank [123] has ended: the worker was ended by SIGKILL", log)
     assert "Traceback" not in log
 
 
