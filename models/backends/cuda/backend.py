@@ -4,8 +4,6 @@ launched as a whole, as a CUDA graph if it is small, and the next one may be lau
 With TRITON_INTERPRET=1 everything runs on a CPU, a thousand times slower, for tests without a GPU.
 """
 
-import logging
-import math
 from collections.abc import Iterator
 
 import torch
@@ -13,49 +11,24 @@ from torch import Tensor
 
 from penstock.kernels.cuda.attention.common import MAX_HEAD_DIM, MIN_HEAD_DIM, PAGE_SLOTS, RaggedRows
 from penstock.kernels.cuda.core.launch import FP8_CAPABILITY, MIN_CAPABILITY, capability_of, interpreted, launches
-from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.sampling.tensors import MAX_VOCAB
 from penstock.kernels.cuda.step import MIN_SEQUENCES, commit, prepare
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.backends.base import Finish, context_of, shared_facts
+from penstock.models.backends.base import Backend, Finish
 from penstock.models.backends.cuda.features import DeviceFeatures
 from penstock.models.backends.cuda.graphs import StepGraphs, graph_sizes
-from penstock.models.backends.cuda.kv_scales import read_kv_scales
-from penstock.models.backends.cuda.linear import CudaLinears, stored_bytes
+from penstock.models.backends.cuda.loading import DTYPES, KV_DTYPES, CudaLoading, StepMemory, dtype_name_of
 from penstock.models.backends.cuda.model import CudaModel, Hidden
-from penstock.models.backends.cuda.pages import DevicePages
-from penstock.models.backends.cuda.rows import CudaRows
-from penstock.models.backends.cuda.sampler import CudaSampler
-from penstock.models.backends.cuda.shapes import max_drafts, shape_of
-from penstock.models.backends.cuda.step_io import Size, StepInputs, StepOutputs
-from penstock.models.backends.distributed import join
-from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
+from penstock.models.backends.cuda.step_io import Size
+from penstock.models.backends.first_stage import load_first_stage
+from penstock.models.backends.later_stage import StageRank, load_later_stage
 from penstock.models.backends.torch_common.device import torch_device
-from penstock.models.backends.torch_common.fp4_experts import has_fp4_experts, stored_fp4_bytes
-from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
-from penstock.models.backends.torch_common.loader import load_weights
+from penstock.models.backends.torch_common.host_pages import HostPages
 from penstock.models.backends.torch_common.outputs import HiddenReads
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.info import CheckpointInfo
-from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
-
-logger = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KV_DTYPES = {"fp8": torch.float8_e4m3fn}
-"""The dtypes of the KV cache besides that of the activations."""
-
-
-class StepMemory:
-    """The memory of steps besides weights and pages, allocated before the KV cache gets the rest."""
-
-    def __init__(self, shape: ModelShape, device: torch.device) -> None:
-        self.shape = shape
-        self.sampler = CudaSampler(shape.sampler(), shape.max_sampled, device)
-        self.rows = CudaRows(shape, device)
-        self.inputs = StepInputs(shape.max_sequences, shape.max_tokens, shape.max_sampled, device)
-        self.outputs = StepOutputs(shape.max_sequences, shape.max_sampled, device)
+from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 
 
 class CudaBackend:
@@ -197,7 +170,7 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
         return f"--device is {config.device}, and this backend is for GPUs: give --device cuda, or leave --backend out"
     if config.device.startswith("cuda") and (reason := _unsupported_gpu(config, info)):
         return reason
-    dtype = _dtype_name(config, info)
+    dtype = dtype_name_of(config, info)
     if dtype not in DTYPES:
         return f"--dtype is {config.dtype}, here {dtype}, and this backend has {', '.join(DTYPES)}: give one of them"
     if config.block_size != PAGE_SLOTS:
@@ -240,85 +213,16 @@ def _version(capability: int) -> str:
     return f"{capability // 10}.{capability % 10}"
 
 
-def _dtype_name(config: WorkerConfig, info: CheckpointInfo) -> str:
-    return info.dtype if config.dtype == "auto" else config.dtype
-
-
-def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
+def load(config: WorkerConfig, info: CheckpointInfo) -> Backend:
     """The factory for the backend registry. Raises ModelError."""
-    spec = info.spec.divided(config.tensor_parallel_size)
-    dtype_name = _dtype_name(config, info)
-    dtype, device = DTYPES[dtype_name], torch_device(config.device)
-    if device.index is not None:
-        torch.cuda.set_device(device)
-    max_model_len = context_of(config, spec)
-    quantization = info.choose_quantization(config.quantization)
-    parallel = join(config)
-    wanted = dtype_name if quantization == "none" else quantization
-    num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
-    check_weights_fit(config, spec.architecture, weight_bytes(config, info, num_logits, dtype), wanted, parallel)
-    at_load = info.at_load(config.quantization)
-    linears = CudaLinears(info, at_load, device, deterministic=config.deterministic)
-    keeps_fp4 = has_fp4_experts(info, parallel.size)
-    weights = load_weights(
-        info, dtype, device, config.load_format, num_logits, parallel, linears.make, keeps_fp4=keeps_fp4
-    )
-    if at_load is not None:
-        logger.info("%s: the weights' relative error is %.2f %%", at_load, 100 * linears.error.relative)
-    max_batched_tokens = config.max_num_batched_tokens or MAX_BATCHED_TOKENS
-    kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
-    block_bytes = spec.kv_bytes_per_token(kv_dtype.itemsize) * PAGE_SLOTS
-    # The memory of steps depends on the context, which depends on what that memory leaves to the KV cache.
-    most_blocks = num_kv_blocks(config, block_bytes, max_model_len, parallel=parallel)
-    max_model_len = context_of(config, spec, most_blocks)
-    shape = shape_of(
-        spec,
-        dtype,
-        kv_dtype,
-        num_logits,
-        max_model_len,
-        config.max_num_seqs,
-        # The runner warms up with a row of one block.
-        max(max_batched_tokens, config.max_num_seqs, PAGE_SLOTS),
-        deterministic=config.deterministic,
-        max_drafts=max_drafts(config),
-        has_fp4_experts=keeps_fp4,
-    )
-    memory = StepMemory(shape, device)
-    linears.take_room(dtype, shape.max_tokens)
-    num_blocks = min(most_blocks, num_kv_blocks(config, block_bytes, max_model_len, parallel=parallel))
-    with allocated(num_blocks, device):
-        pages = DevicePages.allocate(spec, num_blocks, kv_dtype, device)
-    host_pages = take_host_pages(config, pages.by_block, block_bytes, pages.num_bytes)
-    facts = WorkerFacts(
-        **shared_facts(config, info, num_blocks, default_budget=MAX_BATCHED_TOKENS),
-        backend="cuda",
-        dtype=dtype_name,
-        kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else dtype_name,
-        quantization=quantization,
-        kv_bytes=pages.num_bytes,
-        weight_bytes=weights.num_bytes,
-        num_host_blocks=host_pages.num_slots,
-        copy_us_per_block=host_pages.measure_copy_us(),
-    )
-    kv_scales = read_kv_scales(info, parallel, device) if kv_dtype == torch.float8_e4m3fn else None
-    model = CudaModel(spec, weights, pages.of_layers, shape, parallel, linears, config.feature_layers, kv_scales)
-    return CudaBackend(spec, model, memory, host_pages, facts)
+    if config.pipeline_parallel_size > 1:
+        return load_first_stage(config, info.spec, lambda: CudaLoading(config, info))
+    loading = CudaLoading(config, info)
+    loading.load_weights(None)
+    return CudaBackend(loading.spec, *loading.whole_model(loading.num_blocks()))
 
 
-def weight_bytes(config: WorkerConfig, info: CheckpointInfo, num_logits: int, dtype: torch.dtype) -> int:
-    """Returns the approximate size of a rank's weights. Embedding, head, routers and experts are not quantised, except
-    experts in MXFP4."""
-    spec, at_load = info.spec.divided(config.tensor_parallel_size), info.at_load(config.quantization)
-    total = spec.num_loaded(num_logits, config.tensor_parallel_size) * dtype.itemsize
-    keeps_fp4 = has_fp4_experts(info, config.tensor_parallel_size)
-    for name, shape in spec.tensors():
-        if keeps_fp4 and len(shape) == 2 and ".experts." in name:
-            total += stored_fp4_bytes(*shape) - math.prod(shape) * dtype.itemsize
-        elif len(shape) == 2 and "_proj." in name and ".experts." not in name:
-            # A rank's part of a quantised checkpoint is dequantised.
-            linear = info.quantized.get(name.removesuffix(".weight")) if config.tensor_parallel_size == 1 else None
-            stored = stored_bytes(*shape, at_load, None if linear is None else linear.scheme)
-            if stored is not None:
-                total += stored - math.prod(shape) * dtype.itemsize
-    return total
+def load_stage(config: WorkerConfig, info: CheckpointInfo) -> StageRank:
+    """The factory of ranks that only compute layers; ``unsupported_reason`` must be None. Raises ModelError and
+    PeerLost."""
+    return load_later_stage(config, lambda: CudaLoading(config, info))

@@ -13,7 +13,7 @@ from penstock.kernels.cuda.core.launch import is_aligned
 from penstock.kernels.cuda.gemv import gemv, has_aligned_rows
 from penstock.kernels.cuda.quantized.gemm import GemmWorkspace, gemm
 from penstock.kernels.cuda.quantized.quantize import CHUNK, GROUP, quantize_fp8, quantize_int4, quantize_int8
-from penstock.kernels.cuda.quantized.tiles import changes
+from penstock.kernels.cuda.quantized.tiles import BUCKETS as TILE_BUCKETS, changes
 from penstock.kernels.cuda.quantized.weights import (
     Codes,
     QuantizedWeight,
@@ -34,6 +34,8 @@ AT_LOAD: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "int4": quantize_int4,
     "fp8": quantize_fp8,
 }
+CHANGES = {2, *(number + 1 for number in BUCKETS), *(int(bucket.max_tokens) + 1 for bucket in TILE_BUCKETS[:-1])}
+"""All numbers of tokens from which other kernels may compute a product, whatever its weight."""
 
 
 class CudaLinears:

@@ -27,7 +27,8 @@ from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import NormKind, NoRope, QkNorm, Scoring
 from penstock.models.backends.cuda.linear import CudaLinears, SkinnyLinear
-from penstock.models.backends.tensor_parallel import TensorParallel
+from penstock.models.backends.pipeline_parallel import ModelPart
+from penstock.models.backends.tensor_parallel import ALONE, TensorParallel
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
 from penstock.models.backends.torch_common.rope_tables import cos_sin_tables, query_scales
 from penstock.models.backends.torch_common.weights import (
@@ -68,8 +69,16 @@ class Hidden(NamedTuple):
     """(T, feature layers, hidden): the inputs of these layers."""
 
 
+class TokenPlaces(NamedTuple):
+    """A step's T tokens, as layers see them. See ``StepTensors``."""
+
+    positions: Tensor
+    slots: Tensor
+    query_starts: Tensor
+
+
 class CudaModel:
-    """The layers of one model, on one device."""
+    """The layers of one model, or some of them, on one device."""
 
     def __init__(
         self,
@@ -81,13 +90,17 @@ class CudaModel:
         linears: CudaLinears,
         feature_layers: tuple[int, ...] = (),
         kv_scales: Sequence[Tensor] | None = None,
+        part: ModelPart | None = None,
     ) -> None:
         """Everything is the rank's part. ``pages`` are those that each layer attends to, (pages, 2, K, 16, D).
         ``kv_scales``, for pages in fp8, has (2, K) in fp32 for each layer: the scales of the keys and of the values
-        that it attends to; None: all are 1."""
+        that it attends to; None: all are 1. ``part``: the rank's of a model in stages, where rank 0 has the whole
+        head."""
         self._spec = spec
         self._feature_layers = feature_layers
         self._parallel = parallel
+        self._head_parallel = parallel if part is None else ALONE
+        self._layers = range(spec.num_layers) if part is None else part.layers
         self._linears = linears
         self._num_logits = shape.num_logits or shape.vocab_size
         self._weights = weights
@@ -115,54 +128,81 @@ class CudaModel:
         none = torch.full((spec.num_heads,), -torch.inf, dtype=torch.float32, device=self.device)
         if kv_scales is None:
             kv_scales = [torch.ones(2, page.shape[2], dtype=torch.float32, device=self.device) for page in pages]
-        self._kv = [
+        self._kv = {
             # Copies, since kernels need addresses that are aligned.
-            PagedKV(page, scales[0].clone(), scales[1].clone(), none if layer.sinks is None else layer.sinks.float())
-            for page, scales, layer in zip(pages, kv_scales, weights.layers, strict=True)
-        ]
+            index: PagedKV(
+                page, scales[0].clone(), scales[1].clone(), none if layer.sinks is None else layer.sinks.float()
+            )
+            for index, page, scales, layer in zip(self._layers, pages, kv_scales, weights.layers, strict=True)
+        }
 
     def forward(self, step: StepTensors, rows: RaggedRows, longest: int) -> Hidden:
         """Runs the layers, which write the KV of every token with a slot. No sequence has over ``longest`` tokens."""
+        x = self.embed(step.token_ids, step.positions)
+        weights = self._weights
+        inputs = None if weights.layer_inputs is None else weights.layer_inputs(step.token_ids, x)
+        features = x.new_empty(len(x), len(self._feature_layers), self._spec.hidden_size)
+        places = TokenPlaces(step.positions, step.slots, step.query_starts)
+        delta, after = self._run_layers(x, places, rows, longest, inputs, features)
+        return Hidden(self._normed(x, delta, after, weights.norm), features)
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Returns the input of the first layer, (T, hidden)."""
         spec, weights = self._spec, self._weights
-        attention = self._plan(rows, longest)
-        x = functional.embedding(step.token_ids, weights.embedding)
+        x = functional.embedding(token_ids, weights.embedding)
         if spec.embedding_scale != 1.0:
             x = x * self._embedding_scale
         if spec.position_table is not None and weights.positions is not None:
             # Tokens that pad a graph may have positions past the table.
-            places = (step.positions + spec.position_table.offset).clamp(max=spec.position_table.num_rows - 1)
+            places = (positions + spec.position_table.offset).clamp(max=spec.position_table.num_rows - 1)
             x = x + functional.embedding(places, weights.positions)
-        inputs = None if weights.layer_inputs is None else weights.layer_inputs(step.token_ids, x)
-        features = x.new_empty(len(x), len(self._feature_layers), spec.hidden_size)
+        return x
+
+    def run_layers(self, x: Tensor, places: TokenPlaces, rows: RaggedRows, longest: int) -> None:
+        """Runs a stage's layers on (T, hidden), in place. They have neither inputs of their own nor features."""
+        delta, after = self._run_layers(x, places, rows, longest, None, x.new_empty(len(x), 0, x.shape[1]))
+        self._normed(x, delta, after, unchanged)
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """(N, hidden) -> (N, hidden)."""
+        return self._normed(x, None, None, self._weights.norm)
+
+    def _run_layers(
+        self, x: Tensor, places: TokenPlaces, rows: RaggedRows, longest: int, inputs: Tensor | None, features: Tensor
+    ) -> tuple[Tensor | None, Layer | None]:
+        """Runs the layers on ``x`` (T, hidden), in place. Returns what is still to be added to it, and the norm of
+        that. ``inputs`` (T, layers, size) are those that layers have of their own; writes ``features``."""
+        spec, weights = self._spec, self._weights
+        attention = self._plan(rows, longest)
         head_dims = {sizes.head_dim for sizes in self._specs}
         queries = {head_dim: x.new_empty(len(x), spec.num_heads, head_dim) for head_dim in head_dims}
         # Attention writes nothing for tokens without a sequence, which pad a graph: their zeros remain.
         outputs = {head_dim: torch.zeros_like(query) for head_dim, query in queries.items()}
         delta: Tensor | None = None
         after: Layer | None = None
-        for index, layer in enumerate(weights.layers):
+        for index, layer in zip(self._layers, weights.layers, strict=True):
             y = self._normed(x, delta, after, layer.before_attention)
             if index in self._feature_layers:
                 features[:, self._feature_layers.index(index)] = x
             head_dim = self._specs[index].head_dim
             query, mixed = queries[head_dim], outputs[head_dim]
-            self._write_kv(index, layer, y, step.positions, step.slots, query)
+            self._write_kv(index, layer, y, places.positions, places.slots, query)
             self._attend(index, query, rows, attention[spec.windows[index]], mixed, longest)
             delta = layer.output(mixed.flatten(1))
             if spec.is_parallel:
                 y = y if layer.before_mlp is unchanged else layer.before_mlp(x)
-                delta = delta + self._mlp(layer.mlp, y, step.query_starts)
+                delta = delta + self._mlp(layer.mlp, y, places.query_starts)
             else:
                 self._parallel.all_reduce(delta)
                 y = self._normed(x, delta, layer.after_attention, layer.before_mlp)
-                delta = self._mlp(layer.mlp, y, step.query_starts)
+                delta = self._mlp(layer.mlp, y, places.query_starts)
             if not isinstance(layer.mlp, MlpBesideExperts):
                 self._parallel.all_reduce(delta)
             after = layer.after_mlp
             if layer.inputs is not None or layer.scalar is not None:
                 self._end_layer(layer, x, delta, None if inputs is None else inputs[:, index])
                 delta, after = None, None
-        return Hidden(self._normed(x, delta, after, weights.norm), features)
+        return delta, after
 
     def changes(self) -> list[int]:
         """Returns the numbers of tokens of a step from which different kernels run."""
@@ -171,7 +211,7 @@ class CudaModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, hidden) -> (N, tokenizer's vocabulary): in the model's dtype, or in fp32 if they are capped."""
-        logits = self._parallel.gather_columns(self._weights.head(hidden), self._num_logits)
+        logits = self._head_parallel.gather_columns(self._weights.head(hidden), self._num_logits)
         if self._spec.logit_scale != 1.0:
             logits = logits * self._spec.logit_scale
         cap = self._spec.logit_soft_cap

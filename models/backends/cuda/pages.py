@@ -19,15 +19,17 @@ class DevicePages:
     """(blocks, 2, KV heads, 16, head size): the pages that each layer attends to, its own or an earlier layer's."""
 
     @classmethod
-    def allocate(cls, spec: ModelSpec, num_blocks: int, dtype: torch.dtype, device: torch.device) -> "DevicePages":
-        """Allocates the pages. Raises RuntimeError if memory runs out."""
+    def allocate(
+        cls, spec: ModelSpec, num_blocks: int, dtype: torch.dtype, device: torch.device, part: range | None = None
+    ) -> "DevicePages":
+        """Allocates the pages; ``part``: only of these layers. Raises RuntimeError if memory runs out."""
         whole: list[Tensor] = []
         found: dict[int, Tensor] = {}
-        for (num_kv_heads, head_dim), layers in spec.layers_by_kv_sizes().items():
+        for (num_kv_heads, head_dim), layers in spec.layers_by_kv_sizes(part).items():
             shape = (len(layers), num_blocks, 2, num_kv_heads, PAGE_SLOTS, head_dim)
             whole.append(torch.empty(shape, dtype=dtype, device=device))
             found.update(zip(layers, whole[-1], strict=True))
-        return cls(tuple(whole), tuple(found[source] for source in spec.kv_sources))
+        return cls(tuple(whole), tuple(found[spec.kv_sources[layer]] for layer in part or range(spec.num_layers)))
 
     @property
     def num_bytes(self) -> int:

@@ -13,8 +13,8 @@ from penstock.models.checkpoint.checkpoint import check_checkpoint
 if not find_spec("triton"):
     pytest.skip("needs Triton, which has wheels only for Linux", allow_module_level=True)
 
-from penstock.models.backends.cuda.backend import weight_bytes
 from penstock.models.backends.cuda.linear import CudaLinears
+from penstock.models.backends.cuda.loading import weight_bytes
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.scheduler.worker_config import WorkerConfig
 

@@ -90,7 +90,7 @@ class Bench:
         self._runner = Runner(backend)
         if sizes.is_warmed:
             self._runner.warm()
-        for kv in backend._model._kv:
+        for kv in backend._model._kv.values():
             for pages in torch.split(kv.pages, 1024):
                 pages.copy_(torch.randn_like(pages, dtype=torch.float32))
 
