@@ -231,7 +231,8 @@ def describe(facts: WorkerFacts, config: SchedulerConfig, speculation: Speculati
         on, each = f"{facts.tensor_parallel_size} ranks of {on.partition(':')[0]}", " per rank"
     if facts.stage_layers:
         layers = ", ".join(map(str, facts.stage_layers))
-        on, each = f"{len(facts.stage_layers)} stages of {layers} layers on {on}", " on the first rank"
+        place = f", each on {on}" if facts.tensor_parallel_size > 1 else f" on {on}"
+        on, each = f"{len(facts.stage_layers)} stages of {layers} layers{place}", " on the first rank"
     if parts:
         on = f"{on} ({', '.join(parts)}{each})"
     host_tokens = facts.num_host_blocks * facts.block_size

@@ -25,7 +25,6 @@ from cluster.manifests import (
 )
 from jsonschema import Draft202012Validator, ValidationError
 
-from penstock.models.backends.base import BACKENDS
 from penstock.models.executor.join.token import MIN_TOKEN_BYTES
 from penstock.service.config.command_line import parse_config
 from penstock.service.config.host_flags import DEFAULT_PORT
@@ -207,7 +206,9 @@ def test_autoscalers_scale_groups(render: Render) -> None:
         ({"flags": {"tensor-parallel-size": 2}}, 2, 1),
         ({"flags": {"pipeline-parallel-size": 4}}, 1, 4),
         ({"flags": {"tensor-parallel-size": 2, "pipeline-parallel-size": 2}}, 2, 2),
+        ({"gpu": {"count": 4}}, 4, 2),
         ({"gpu": {"count": 4}, "flags": {"tensor-parallel-size": 8}}, 8, 1),
+        ({"gpu": {"count": 4}, "flags": {"tensor-parallel-size": 2}}, 2, 4),
     ],
 )
 def test_ranks_fill_the_hosts(render: Render, values: dict[str, Any], tensor: int, pipeline: int) -> None:
@@ -244,10 +245,13 @@ def test_a_group_may_have_a_rack_for_itself(render: Render) -> None:
     [
         ({"hosts": {"size": 0}}, "'/hosts/size': minimum: got 0, want 1"),
         ({"hosts": {"size": 2}, "flags": {"nnodes": 3}}, "additional properties 'nnodes' not allowed"),
-        ({"hosts": {"size": 2}, "gpu": {"count": 4}}, "set flags.tensor-parallel-size to 8"),
         (
-            {"hosts": {"size": 2}, "gpu": {"count": 4}, "flags": {"tensor-parallel-size": 4}},
-            "set flags.tensor-parallel-size to 8",
+            {
+                "hosts": {"size": 2},
+                "gpu": {"count": 4},
+                "flags": {"tensor-parallel-size": 4, "pipeline-parallel-size": 1},
+            },
+            "so that their product is 8",
         ),
         ({"hosts": {"size": 3}, "flags": {"pipeline-parallel-size": 4}}, "so that 3 divides their product"),
         ({"hosts": {"size": 2}, "strategy": {"type": "Recreate"}}, "strategy.type: a LeaderWorkerSet has only Rolling"),
@@ -269,10 +273,6 @@ def test_values_that_cannot_work_are_refused(helm: Helm, tmp_path: Path, values:
     done = helm("template", "penstock", CHART, "-f", tmp_path / "values.yaml")
     assert done.returncode != 0
     assert len([line for line in done.stderr.splitlines() if message in line]) == 1
-
-
-def test_gpus_have_no_stages_yet() -> None:
-    assert not BACKENDS["cuda"].has_stages, "the chart need no longer refuse stages on GPUs (_hosts.tpl)"
 
 
 def test_the_notes_name_pods_that_exist(helm: Helm) -> None:

@@ -9,6 +9,7 @@ from penstock.kernels.reference.ops import attention, paged_attention
 from penstock.models.backends.reference import attention_groups
 from penstock.models.batch.batch import build_batch
 from penstock.models.batch.rows import RowTable
+from penstock.models.batch.sampled_positions import SampledPosition
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowBlocks, SamplingParams, StepPlan
 
 BLOCK = 16
@@ -130,3 +131,13 @@ def test_groups_compute_what_the_plain_reference_computes(window, chunked, limit
     decodes = sum(group.num_rows for group in groups if group.token_end - group.token_start == group.num_rows)
     assert decodes == 7
     assert len(groups) < len(spans)
+
+
+def test_a_sampled_position_reads_the_history_as_it_was_when_its_step_began(table):
+    """A stage that chooses the token later finds the place of that token in the history."""
+    table.apply(plan(added=[added(0, 3, [1])]))
+    row = table[0]
+    positions = [SampledPosition(row), SampledPosition(row, [7, 8])]
+    row.expect()
+    assert [position.tail(4) for position in positions] == [(100, 101, 102), (101, 102, 7, 8)]
+    assert [position.tail(1) for position in positions] == [(102,), (8,)]

@@ -106,6 +106,10 @@ def test_ranks_are_as_many_as_gpus_and_parts_of_the_model(monkeypatch):
         worker_of(monkeypatch, machine, tensor_parallel_size=3)
     with pytest.raises(ModelError, match="--tensor-parallel-size 2: each rank needs a GPU, and this machine has 1"):
         worker_of(monkeypatch, dataclasses.replace(machine, gpus=[GPU]), tensor_parallel_size=2)
+    with pytest.raises(
+        ModelError, match="--tensor-parallel-size 2 times --pipeline-parallel-size 2: each rank needs a GPU"
+    ):
+        worker_of(monkeypatch, machine, tensor_parallel_size=2, pipeline_parallel_size=2)
     assert worker_of(monkeypatch, machine, device="cpu", tensor_parallel_size=2).device == "cpu"
 
 
@@ -119,6 +123,9 @@ def test_sizes_per_rank_are_described_as_such():
     ]
     facts = msgspec.structs.replace(facts, device="cpu", num_threads=3)
     assert "on 4 ranks of cpu (3 threads per rank), " in serve.describe(facts, SchedulerConfig())
+    facts = msgspec.structs.replace(facts, stage_layers=(2, 3))
+    told = serve.describe(facts, SchedulerConfig())
+    assert "on 2 stages of 2, 3 layers, each on 4 ranks of cpu (3 threads on the first rank), " in told
 
 
 def test_the_effective_limits_are_described():

@@ -87,6 +87,7 @@ BAD = {
     "--max-num-seq 5": "no such flag or argument: --max-num-seq; did you mean --max-num-seqs?; penstock serve",
     "--device tpu": "--device: must be auto, cpu, cuda or cuda:N; it is 'tpu'",
     "--device cuda:1 --tensor-parallel-size 2": "--device: cuda:1 is one GPU, but --tensor-parallel-size 2 needs 2",
+    "--device cuda:1 --pipeline-parallel-size 3": "--device: cuda:1 is one GPU, but --pipeline-parallel-size 3 needs 3",
     "--tensor-parallel-size 65": "--tensor-parallel-size: must be 1 to 64; it is 65",
     "--device cuda:": "--device: must be auto, cpu, cuda or cuda:N; it is 'cuda:'",
     "demo more --max-num-seq 5": "no such flag or argument: more --max-num-seq 5; did you mean --max-num-seqs?",

@@ -42,6 +42,7 @@ def test_by_default_repetition_is_drafted_from():
     assert ServeConfig().speculation == parse_config(['--speculative-config={"method": "auto"}']).speculation == auto
     assert ServeConfig(speculative_config="none").speculation is None
     assert ServeConfig(tensor_parallel_size=2).speculation is None, "all ranks must draft the same number of tokens"
+    assert ServeConfig(tensor_parallel_size=2, pipeline_parallel_size=2).speculation == auto, "only rank 0 drafts"
     assert prepare(SILENT).server.scheduler.drafts_on_repetition
     for text in ("none", '{"method": "ngram"}'):
         prepared = prepare(dataclasses.replace(SILENT, speculative_config=text))

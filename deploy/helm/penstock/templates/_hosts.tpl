@@ -117,8 +117,8 @@ is lost. */}}
 {{- $parallelism := include "penstock.parallelism" . | fromYaml -}}
 {{- $ranks := mul (int $parallelism.tensor) (int $parallelism.pipeline) -}}
 {{- $gpus := mul (int $v.gpu.count) $size -}}
-{{- if and $gpus (or (ne (int $parallelism.pipeline) 1) (ne $ranks $gpus)) -}}
-{{- fail (printf "hosts.size: a model on GPUs has no pipeline stages yet; set flags.tensor-parallel-size to %d, a rank for each GPU of the %d hosts, and leave out flags.pipeline-parallel-size" $gpus $size) -}}
+{{- if and $gpus (ne $ranks $gpus) -}}
+{{- fail (printf "hosts.size: the %d hosts have %d GPUs, and each needs a rank; set flags.tensor-parallel-size and flags.pipeline-parallel-size so that their product is %d, or only one of them" $size $gpus $gpus) -}}
 {{- end -}}
 {{- if mod $ranks $size -}}
 {{- fail (printf "hosts.size: %d hosts cannot have equal parts of %d ranks; set flags.tensor-parallel-size and flags.pipeline-parallel-size so that %d divides their product" $size $ranks $size) -}}
