@@ -153,8 +153,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     """The model's end-of-sequence tokens, which may follow once a grammar's text is complete."""
     tensor_parallel_size: int = 1
-    """The number of ranks that share the model, each a worker of its own. ``num_threads`` and ``max_memory_bytes`` are
-    totals for all of them until each rank receives its part."""
+    """The number of ranks that share each matrix, each a worker of its own. ``num_threads`` and ``max_memory_bytes``
+    are totals for all ranks of a host until each one receives its part."""
     tensor_parallel_rank: int = 0
     """This worker's part of the matrices. Without stages, all ranks get every plan; only rank 0 returns results."""
     pipeline_parallel_size: int = 1
@@ -233,7 +233,7 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     hidden_size: int = 1
     """The length of a row's vector."""
     tensor_parallel_size: int = 1
-    """The number of ranks that share the model. Bytes and threads are those of each rank."""
+    """The number of ranks that share each matrix. Bytes and threads are those of each rank."""
     stage_layers: tuple[int, ...] = ()
     """The number of layers of each stage; empty: there are no stages. Bytes and threads are those of the first one."""
     num_host_blocks: int = 0

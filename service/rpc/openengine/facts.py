@@ -49,7 +49,7 @@ class ServerFacts:
             supported_models=[parts.model_name],
             parallelism=server_pb2.ParallelismInfo(
                 tensor_parallel_size=facts.tensor_parallel_size,
-                pipeline_parallel_size=1,
+                pipeline_parallel_size=facts.pipeline_parallel_size,
                 data_parallel_size=1,
                 data_parallel_rank=0,
                 data_parallel_start_rank=0,

@@ -25,7 +25,9 @@ async def test_the_server(start_engine):
     assert len(info.schema_release) == 32
     assert (info.engine_name, info.engine_role) == ("penstock", server_pb2.ENGINE_ROLE_AGGREGATED)
     assert list(info.supported_models) == ["bytes"]
-    assert (info.parallelism.tensor_parallel_size, info.parallelism.data_parallel_size) == (1, 1)
+    parallelism = info.parallelism
+    sizes = (parallelism.tensor_parallel_size, parallelism.pipeline_parallel_size, parallelism.data_parallel_size)
+    assert sizes == (1, 1, 1)
     capacity = info.capacity
     assert (capacity.kv_block_size, capacity.total_kv_blocks) == (16, 1024)
     assert (capacity.max_running_requests, capacity.max_batched_tokens) == (7, 99)
