@@ -101,7 +101,7 @@ class DecoderModel(Structure):
         ("position_table", c_void_p), ("position_offset", c_int32), ("input_size", c_int32),
         ("input_vocab_size", c_int32), ("input_embedding_scale", c_float), ("input_embedding", c_void_p),
         ("input_linear", PackedLinear), ("input_linear_norm", Norm),
-        ("fc", PackedLinear), ("head", PackedLinear), ("norm", Norm),
+        ("fc", PackedLinear), ("embedding_norm", Norm), ("hidden_norm", Norm), ("head", PackedLinear), ("norm", Norm),
         ("layers", c_void_p), ("ropes", c_void_p), ("pages", c_void_p), ("page_bytes", c_int64),
     )  # fmt: skip
 

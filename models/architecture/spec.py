@@ -152,6 +152,11 @@ class ModelSpec:
         return self.vocab_size
 
     @property
+    def has_head(self) -> bool:
+        """Whether there is an output head."""
+        return True
+
+    @property
     def has_table(self) -> bool:
         """Whether there is an embedding besides the output head."""
         return not self.tied_embeddings

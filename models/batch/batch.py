@@ -38,7 +38,8 @@ class Batch:
     masks: GrammarBitmasks | None = None
     """None if no sampled position has a grammar."""
     feature_layers: tuple[int, ...] = ()
-    """The layers whose input hidden states are returned for all tokens."""
+    """The layers whose input hidden states are returned for all tokens. The number of layers stands for those after the
+    last norm."""
 
     # Not every backend needs the following, and a step of a small model is short: they are computed at first use,
     # which must come before the next plan.

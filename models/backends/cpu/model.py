@@ -34,7 +34,8 @@ from penstock.models.backends.cpu.weights import (
     widened,
 )
 from penstock.models.backends.pipeline_parallel import ModelPart
-from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, EagleSpec
+from penstock.models.checkpoint.draft_head import FC, HeadSpec
+from penstock.models.checkpoint.mtp import EMBEDDING_NORM, MtpSpec
 from penstock.models.checkpoint.quantization.layout import QuantizedLinear
 from penstock.models.checkpoint.quantization.reader import QuantizationError
 from penstock.models.errors import ModelError
@@ -190,9 +191,14 @@ def load_model(
     model.kernels = ctypes.pointer(kernels)
     model.num_ropes, model.ropes = len(ropes), ctypes.addressof(rope_array)
     model.layers = ctypes.addressof(layers)
-    if isinstance(spec, EagleSpec):
+    if isinstance(spec, HeadSpec):
         model.fc = packer.linear([FC], [spec.hidden_size], spec.fc_columns, False)
-        layers[0].hidden_norm = Norm(packer.vector(HIDDEN_NORM, spec.hidden_size))
+        hidden_norm = Norm(packer.vector(spec.hidden_norm, spec.hidden_size, spec.norm_offset))
+        if isinstance(spec, MtpSpec):
+            embedding_norm = Norm(packer.vector(EMBEDDING_NORM, spec.hidden_size, spec.norm_offset))
+            model.embedding_norm, model.hidden_norm = embedding_norm, hidden_norm
+        else:
+            layers[0].hidden_norm = hidden_norm
     tensors.done()
     used = packer.address - memory.address
     return CpuModel(
@@ -203,8 +209,10 @@ def load_model(
 def _add_ends(packer: Packer, spec: ModelSpec, formats: StorageFormats, model: DecoderModel) -> None:
     """Packs what comes before the layers and after them."""
     hidden, wide = spec.hidden_size, formats.table is StorageFormat.F32
-    name = EMBEDDING if spec.tied_embeddings else HEAD
-    head = packer.linear([name.removesuffix(".weight")], [spec.head_rows], hidden, spec.head_bias, format=formats.head)
+    if spec.has_head:
+        name = (EMBEDDING if spec.tied_embeddings else HEAD).removesuffix(".weight")
+        head = packer.linear([name], [spec.head_rows], hidden, spec.head_bias, format=formats.head)
+        model.packed_embedding, model.head = head.parts[0], head
     if spec.has_table:
         model.embedding = packer.table(EMBEDDING, (spec.vocab_size, hidden), wide)
     if (positions := spec.position_table) is not None:
@@ -215,7 +223,6 @@ def _add_ends(packer: Packer, spec: ModelSpec, formats: StorageFormats, model: D
         model.input_embedding = packer.table(LAYER_EMBEDDING, (spec.layer_inputs.vocab_size, columns), wide)
         model.input_linear = packer.linear([LAYER_PROJECTION], [columns], hidden, False)
         model.input_linear_norm = Norm(packer.vector("model.per_layer_projection_norm.weight", size, spec.norm_offset))
-    model.packed_embedding, model.head = head.parts[0], head
     model.norm = _norm(packer, spec, "model.norm")
 
 

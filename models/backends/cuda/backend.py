@@ -69,7 +69,7 @@ class CudaBackend:
         self.facts = facts
         self._spec = spec
         self._model = model
-        self.embedding = model.embedding
+        self.embedding, self.head, self.num_logits = model.embedding, model.head, model.num_logits
         self._memory = memory
         self._host_pages = host_pages
         self._device = model.device

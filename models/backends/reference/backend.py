@@ -60,12 +60,12 @@ class ReferenceBackend(PagedBackend):
         super().__init__(pages, host_pages, spec.vocab_size)
         self.facts = facts
         self._num_threads = num_threads
-        self._num_logits = num_logits
+        self.num_logits = num_logits
         self._parallel = parallel
         self._small_step = SMALL_STEP // spec.num_parameters if spec.num_parameters < SMALL_MODEL else 0
         self._spec = spec
         self._weights = weights
-        self.embedding = weights.embedding
+        self.embedding, self.head = weights.embedding, weights.head
         self._specs = [spec.at(layer) for layer in range(spec.num_layers)]
         """The spec with each layer's sizes."""
         self._rotations = spec.rotations
@@ -120,10 +120,13 @@ class ReferenceBackend(PagedBackend):
                 x = layer.inputs(x, inputs[:, index])
             if layer.scalar is not None:
                 x = x * layer.scalar
-        return weights.norm(x)
+        x = weights.norm(x)
+        if spec.num_layers in batch.feature_layers:
+            features.append(x)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = upcast(self._parallel.gather_columns(self._weights.head(hidden), self._num_logits))
+        logits = upcast(self._parallel.gather_columns(self._weights.head(hidden), self.num_logits))
         logits = logits * self._spec.logit_scale
         return logits if self._spec.logit_soft_cap is None else soft_cap(logits, self._spec.logit_soft_cap)
 

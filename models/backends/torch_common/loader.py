@@ -35,6 +35,7 @@ from penstock.models.backends.torch_common.weights import (
     Mlp,
     MlpBesideExperts,
     RmsNorm,
+    SharedWeights,
     SharedWholeNorm,
     Weights,
     WholeNorm,
@@ -198,16 +199,17 @@ def load_weights(
     num_logits: int,
     parallel: TensorParallel = ALONE,
     make_linear: "MakeLinear | None" = None,
-    embedding: Tensor | None = None,
+    shared: SharedWeights | None = None,
     keeps_fp4: bool = False,
 ) -> Weights:
     """Loads a checked checkpoint, or a rank's part of it according to ``info.spec.divided``. ``num_logits`` is the
-    number of the head's first rows that are used; a rank has its ``share`` of them. ``embedding`` is another model's,
-    and replaces the checkpoint's. ``keeps_fp4``: the experts stay in MXFP4; see ``has_fp4_experts``."""
+    number of the head's first rows that are used; a rank has its ``share`` of them. ``shared`` weights are another
+    model's, and replace the checkpoint's. ``keeps_fp4``: the experts stay in MXFP4; see ``has_fp4_experts``."""
     spec = info.spec.divided(parallel.size)
     source: FileSource | DummySource = DummySource(info, device) if load_format == "dummy" else FileSource(info)
     fp4_experts = Fp4Experts(info, spec, device, parallel) if keeps_fp4 else None
     fill = _Filler(source, spec, dtype, device, parallel, make_linear or _dense, fp4_experts)
+    embedding = None if shared is None else shared.embedding
     if embedding is None:
         embedding = fill.tensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
     table = spec.position_table
@@ -215,15 +217,21 @@ def load_weights(
     layer_inputs = _load_layer_inputs(fill)
     layers = tuple(_load_layer(replace(fill, spec=spec.at(layer)), layer) for layer in range(spec.num_layers))
     norm = fill.norm("model.norm")
-    rows = share(num_logits, parallel)
-    untied = None
-    if not spec.tied_embeddings:
-        untied = fill.tensor("lm_head.weight", (rows.stop - rows.start, spec.hidden_size), (rows,))
-    head_weight = embedding[rows] if untied is None else untied
-    bias = fill.tensor("lm_head.bias", (rows.stop - rows.start,), (rows,)) if spec.head_bias else None
-    head = fill.make_linear((), lambda: head_weight, bias, may_quantize=False)
+    head, untied = (None, None) if shared is None else (shared.head, None)
+    if head is None:
+        head, untied = _load_head(fill, embedding, share(num_logits, parallel))
     total = num_bytes((embedding, positions, layer_inputs, layers, norm, untied))
     return Weights(embedding, positions, layer_inputs, layers, norm, head, total)
+
+
+def _load_head(fill: _Filler, embedding: Tensor, rows: slice) -> tuple[Linear, Tensor | None]:
+    """Returns the output head of these rows, and its matrix if it is not the embedding's."""
+    spec, untied = fill.spec, None
+    if not spec.tied_embeddings:
+        untied = fill.tensor("lm_head.weight", (rows.stop - rows.start, spec.hidden_size), (rows,))
+    weight = embedding[rows] if untied is None else untied
+    bias = fill.tensor("lm_head.bias", (rows.stop - rows.start,), (rows,)) if spec.head_bias else None
+    return fill.make_linear((), lambda: weight, bias, may_quantize=False), untied
 
 
 def _load_layer_inputs(fill: _Filler) -> LayerInputTable | None:

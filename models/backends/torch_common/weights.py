@@ -21,6 +21,14 @@ Linear = Layer
 
 
 @dataclass(frozen=True)
+class SharedWeights:
+    """Weights of another model that a head uses instead of its own; None where it has its own."""
+
+    embedding: Tensor | None = None
+    head: Linear | None = None
+
+
+@dataclass(frozen=True)
 class DenseLinear:
     """y = x W^T + b; ``weight`` is (out, in), ``bias`` (out,) or None."""
 

@@ -11,7 +11,7 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
   uint8_t* pages = model_.pages + layer.kv_offset;
   bool last = index == model_.num_layers - 1;
   Prepared inputs = layer.hidden_norm.weight
-                        ? prepare_joined(layer)
+                        ? prepare_joined(layer.qkv, layer.attention_norm, x_, layer.hidden_norm)
                         : prepare(layer.qkv, x_, model_.hidden_size, num_rows_, layer.attention_norm);
   spent_on(STAGE_NORM);
   product(layer.qkv, inputs, qkv_, qkv_size_, OUTPUT_STORE);
@@ -19,9 +19,9 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
   rotate_and_write(layer, pages);
   spent_on(STAGE_ROPE_KV);
   // After the last layer's KV is written, only rows whose logits or hidden states are requested are computed.
-  if (last && step_.num_wanted() == 0) return;
+  if (last && step_.num_wanted() == 0 && !ends_in_feature_) return;
   attend(layer, pages);
-  if (last && !only_wanted_) keep_wanted_rows(true);
+  if (last && !only_wanted_ && !ends_in_feature_) keep_wanted_rows(true);
   spent_on(STAGE_ATTENTION);
   if (!model_.parallel_layers) add_attention(layer);
   feed_forward(layer);
@@ -92,15 +92,16 @@ void StepRun::norm(const Norm& norm, const float* x, int size, float* out) {
     kernels_.rms_norm(x, norm.weight, size, model_.norm_eps, out);
 }
 
-// Prepares embeddings and x side by side, each after its norm.
-Prepared StepRun::prepare_joined(const DecoderLayer& layer) {
+// Prepares embeddings and hidden states side by side, each after its norm.
+Prepared StepRun::prepare_joined(const PackedLinear& linear, const Norm& embedding_norm, const float* hidden,
+                                 const Norm& hidden_norm) {
   int64_t size = model_.hidden_size;
   each(num_rows_, [&](int row, int) {
     float* to = joined_ + row * 2 * size;
-    norm(layer.attention_norm, embeddings_ + row * size, model_.hidden_size, to);
-    norm(layer.hidden_norm, x_ + row * size, model_.hidden_size, to + size);
+    norm(embedding_norm, embeddings_ + row * size, model_.hidden_size, to);
+    norm(hidden_norm, hidden + row * size, model_.hidden_size, to + size);
   });
-  return prepare(layer.qkv, joined_, 2 * size, num_rows_, Norm{});
+  return prepare(linear, joined_, 2 * size, num_rows_, Norm{});
 }
 
 void StepRun::rotate_and_write(const DecoderLayer& layer, uint8_t* pages) {

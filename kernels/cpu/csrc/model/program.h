@@ -40,7 +40,7 @@ struct PackedMlp {
 struct DecoderLayer {
   // Norms before the sublayers and after them.
   Norm attention_norm, attention_post_norm, mlp_norm, mlp_post_norm;
-  // For a draft head: the input of qkv is the embedding after attention_norm and, beside it, x after this norm.
+  // For an EAGLE-3 head: the input of qkv is the embedding after attention_norm and, beside it, x after this norm.
   Norm hidden_norm;
   Norm query_norm, key_norm;  // (head_dim,), (heads, head_dim), or over all heads; or none
   Norm value_norm;            // (head_dim,)
@@ -105,6 +105,9 @@ struct DecoderModel {
   PackedLinear input_linear;
   Norm input_linear_norm;  // (input_size,)
   PackedLinear fc;           // for a draft head: from features to x; else no parts
+  // For an MTP head: the input of fc is instead the embedding after a norm and, beside it, features or hidden states
+  // after another; or none.
+  Norm embedding_norm, hidden_norm;
   // Only the first num_logits rows are multiplied, of a tied embedding that may have more. No parts: it is elsewhere.
   PackedLinear head;
   Norm norm;
@@ -145,7 +148,7 @@ struct Step {
   const int64_t* pooled;         // (num_pooled,) index in the batch
   const int64_t* pooled_starts;  // (num_vectors + 1,): vector i sums tokens [pooled_starts[i], pooled_starts[i + 1])
   float* const* vectors;         // (num_vectors,) of (hidden_size,)
-  // Features of every token: x before some of the layers.
+  // Features of every token: x before some of the layers; for the number of layers, x after the last norm.
   int32_t num_features;
   const int32_t* feature_layers;  // (num_features,)
   float* features;                // (T, num_features, hidden_size)

@@ -66,6 +66,8 @@ void StepRun::spent_on(Stage stage) {
 
 void StepRun::begin() {
   clock_gettime(CLOCK_MONOTONIC, &clock_);
+  for (int i = 0; i < step_.num_features; i++)
+    if (step_.feature_layers[i] == model_.num_layers) ends_in_feature_ = true;
   lay_out();
   find_pages();
   find_angles();
@@ -86,6 +88,10 @@ void StepRun::begin() {
     }
     record(i);
     layer(model_.layers[i], i);
+  }
+  if (ends_in_feature_) {
+    record(model_.num_layers);
+    keep_wanted_rows(false);
   }
   if (step_.num_vectors > 0) pool();
   if (step_.hidden_out) copy_rows(x_, step_.num_sampled, step_.hidden_out, model_.hidden_size);
@@ -283,20 +289,31 @@ void StepRun::add_positions(float* out) {
   });
 }
 
-// Computes the input of a draft head: the given hidden states, or features through `fc`.
+// Computes the input of a draft head: the given hidden states, or features through `fc`, or both beside embeddings.
 void StepRun::take_hidden() {
+  if (model_.hidden_norm.weight) {
+    const float* given = step_.hidden ? step_.hidden : step_.features_in;
+    Prepared inputs = prepare_joined(model_.fc, model_.embedding_norm, given, model_.hidden_norm);
+    return product(model_.fc, inputs, x_, model_.hidden_size, OUTPUT_STORE);
+  }
   if (step_.hidden) return copy_rows(step_.hidden, step_.num_tokens, x_, model_.hidden_size);
   int64_t columns = model_.fc.parts[0].columns;
   Prepared inputs = prepare(model_.fc, step_.features_in, columns, step_.num_tokens, Norm{});
   product(model_.fc, inputs, x_, model_.hidden_size, OUTPUT_STORE);
 }
 
-// Copies the input of a layer, if it is requested as a feature.
+// Copies the input of a layer, if it is requested as a feature; after the last layer, x after the norm.
 void StepRun::record(int layer) {
-  for (int i = 0; i < step_.num_features; i++)
-    if (step_.feature_layers[i] == layer)
-      copy_rows(x_, step_.num_tokens, step_.features + i * model_.hidden_size,
-                static_cast<int64_t>(step_.num_features) * model_.hidden_size);
+  int64_t stride = static_cast<int64_t>(step_.num_features) * model_.hidden_size;
+  for (int i = 0; i < step_.num_features; i++) {
+    if (step_.feature_layers[i] != layer) continue;
+    float* to = step_.features + i * model_.hidden_size;
+    copy_rows(x_, step_.num_tokens, to, stride);
+    if (layer < model_.num_layers) continue;
+    each(step_.num_tokens, [&](int row, int) {
+      norm(model_.norm, to + row * stride, model_.hidden_size, to + row * stride);
+    });
+  }
 }
 
 // Copies contiguous rows of x to rows that are `stride` apart.

@@ -66,7 +66,8 @@ class StepRun {
   // model/layer.cpp
   void layer(const DecoderLayer& layer, int index);
   void take_sizes(const DecoderLayer& layer);
-  Prepared prepare_joined(const DecoderLayer& layer);
+  Prepared prepare_joined(const PackedLinear& linear, const Norm& embedding_norm, const float* hidden,
+                          const Norm& hidden_norm);
   void rotate_and_write(const DecoderLayer& layer, uint8_t* pages);
   void write_kv(const DecoderLayer& layer, uint8_t* page, int slot, int tokens, const float* keys, float* values);
   void attend(const DecoderLayer& layer, uint8_t* pages);
@@ -127,6 +128,7 @@ class StepRun {
 
   int num_rows_;  // of x: all tokens; later only the requested ones
   bool only_wanted_ = false;  // whether they are the requested ones
+  bool ends_in_feature_ = false;  // whether x after the last norm is requested of every token
   int first_without_kv_;      // from this layer on, none has keys and values of its own
   int num_kv_heads_, head_dim_, query_size_, kv_size_, qkv_size_;  // of the current layer
   float *embeddings_, *joined_;  // for a draft head
