@@ -229,7 +229,9 @@ def _internlm2(spec: ModelSpec) -> Wholes:
 
 
 _DEFAULT = Naming(renamed=(_SHARED_EXPERTS,), wholes=_fused_experts)
+_WITH_DRAFT_LAYERS = Naming(renamed=(_SHARED_EXPERTS,), wholes=_fused_experts, has_draft_layers=True)
 _NAMINGS = {
+    "DeepseekV3ForCausalLM": _WITH_DRAFT_LAYERS,
     "ExaoneForCausalLM": Naming(
         prefixes=(
             ("transformer.h.", "model.layers."),
@@ -340,7 +342,8 @@ _NAMINGS = {
         ),
         wholes=_glm,
     ),
-    "Glm4MoeForCausalLM": Naming(renamed=(_SHARED_EXPERTS,), wholes=_fused_experts, has_draft_layers=True),
+    "Glm4MoeForCausalLM": _WITH_DRAFT_LAYERS,
+    "Glm4MoeLiteForCausalLM": _WITH_DRAFT_LAYERS,
     "GlmForCausalLM": Naming(wholes=_glm),
     "GptOssForCausalLM": Naming(renamed=((r"mlp\.router\.", "mlp.gate."),), wholes=_gpt_oss),
     "GraniteMoeForCausalLM": Naming(

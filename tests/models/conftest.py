@@ -54,6 +54,7 @@ OWN_STEPS = (
     "gemma4-inputs",
     "gemma4-experts",
     "gpt-oss",
+    "deepseek-v3",
     "falcon7b",
     "gpt2",
     "smollm3",

@@ -23,6 +23,7 @@ from penstock.kernels.cpu.program import (
 from penstock.models.architecture import spec_parts as decoder
 from penstock.models.architecture.rope import attention_factor, inverse_frequencies
 from penstock.models.architecture.spec import BESIDE_NORMS, ModelSpec
+from penstock.models.backends.cpu.latent import KV_B, add_latent, kv_b_bytes, num_kv_groups
 from penstock.models.backends.cpu.weights import (
     ALIGNMENT,
     Packer,
@@ -99,9 +100,10 @@ def kv_layouts(spec: ModelSpec, format: StorageFormat, part: ModelPart) -> list[
     the part's first layer. A layer without keys of its own has the page of another one. All layers' pages of the same
     tokens are adjacent, so that fresh memory is first used evenly over time, not for all layers at once."""
     scales = 2 * LANES * 4 if format is StorageFormat.INT8 else 0
+    sections = 2 if spec.latent is None else 1
     specs = {layer: spec.at(layer) for layer in part.layers}
     heads = {
-        layer: 2 * (-(-sizes.head_dim // LANES) * LANES) * LANES * ELEMENT_BYTES[format] + scales
+        layer: sections * (-(-sizes.head_dim // LANES) * LANES) * LANES * ELEMENT_BYTES[format] + scales
         for layer, sizes in specs.items()
     }
     offsets: dict[int, int] = {}
@@ -110,7 +112,10 @@ def kv_layouts(spec: ModelSpec, format: StorageFormat, part: ModelPart) -> list[
         offsets[layer] = page_bytes if spec.has_kv(layer) else offsets[spec.kv_sources[layer]]
         page_bytes += sizes.num_kv_heads * heads[layer] if spec.has_kv(layer) else 0
     return [
-        (KvLayout(format, sizes.num_kv_heads, sizes.head_dim, heads[layer], page_bytes), offsets[layer])
+        (
+            KvLayout(format, num_kv_groups(sizes), sizes.head_dim, heads[layer], page_bytes, sections == 1),
+            offsets[layer],
+        )
         for layer, sizes in specs.items()
     ]
 
@@ -138,6 +143,8 @@ def max_weight_bytes(
             total += 4 * shape[0]
         elif name == LAYER_EMBEDDING or (name == EMBEDDING and not spec.tied_embeddings):
             total += math.prod(shape) * ELEMENT_BYTES[formats.table]
+        elif spec.latent is not None and name.endswith(KV_B):
+            total += kv_b_bytes(spec, spec.latent, formats.weights, kernels)
         elif name == POSITIONS:
             total += math.prod(shape) * 4
         else:
@@ -180,11 +187,9 @@ def load_model(
     if part.has_ends:
         # The largest matrices go first: while a matrix is packed, its file's pages count as this process's memory.
         _add_ends(packer, spec, formats, model)
-    experts: list[object] = []
+    kept: list[object] = []
     layouts, rotations = kv_layouts(spec, formats.kv, part), spec.rotations
-    layers = (DecoderLayer * len(part.layers))(
-        *(_layer(packer, spec.at(index), index, experts) for index in part.layers)
-    )
+    layers = (DecoderLayer * len(part.layers))(*(_layer(packer, spec.at(index), index, kept) for index in part.layers))
     for layer, index, (layout, offset) in zip(layers, part.layers, layouts, strict=True):
         layer.kv, layer.kv_offset = layout, offset
         layer.rope = ropes.index(rotations[index])
@@ -202,7 +207,7 @@ def load_model(
     tensors.done()
     used = packer.address - memory.address
     return CpuModel(
-        model, library, memory, used, packer.error, spec.num_parameters, (layers, rope_array, experts, packer.kept)
+        model, library, memory, used, packer.error, spec.num_parameters, (layers, rope_array, kept, packer.kept)
     )
 
 
@@ -300,8 +305,8 @@ def _norm(packer: Packer, spec: ModelSpec, name: str | None, factor: float = 1.0
     return Norm(weight, packer.vector(f"{name}.bias", hidden) if "bias" in parts else None)
 
 
-def _layer(packer: Packer, spec: ModelSpec, index: int, experts: list[object]) -> DecoderLayer:
-    """Packs a layer. ``spec`` has its sizes."""
+def _layer(packer: Packer, spec: ModelSpec, index: int, kept: list[object]) -> DecoderLayer:
+    """Packs a layer. ``spec`` has its sizes; ``kept`` gets what has to live as long as the layer."""
     prefix = f"model.layers.{index}."
     attention, hidden = f"{prefix}self_attn.", spec.hidden_size
     norms = [_norm(packer, spec, name and prefix + name) for name in spec.layer_norms]
@@ -330,11 +335,13 @@ def _layer(packer: Packer, spec: ModelSpec, index: int, experts: list[object]) -
         values_are_keys=spec.values_are_keys(index),
         intermediate_size=spec.intermediate_size,
         qkv=packer.linear(list(qkv), list(qkv.values()), spec.qkv_columns, spec.qkv_bias),
-        output=packer.linear([f"{attention}o_proj"], [hidden], spec.query_size, spec.output_bias),
+        output=packer.linear([f"{attention}o_proj"], [hidden], spec.output_columns, spec.output_bias),
         router_norm=norms[2],
         expert_norm=norms[2],
         scalar=packer.number(f"{prefix}layer_scalar") if spec.layer_scalars else 1.0,
     )
+    if spec.latent is not None:
+        add_latent(packer, spec, spec.latent, attention, layer, kept)
     if spec.layer_inputs is not None:
         size = spec.layer_inputs.size
         layer.input_gate = packer.linear([f"{prefix}per_layer_input_gate"], [size], hidden, False)
@@ -343,14 +350,14 @@ def _layer(packer: Packer, spec: ModelSpec, index: int, experts: list[object]) -
     if spec.experts is None or not spec.has_experts(index) or spec.experts.beside_mlp:
         layer.mlp = _mlp(packer, f"{prefix}mlp.", hidden, spec.intermediate_size, spec.mlp_bias, spec.gated_mlp)
     if spec.experts is not None and spec.has_experts(index):
-        _add_experts(packer, spec, spec.experts, prefix, layer, experts)
+        _add_experts(packer, spec, spec.experts, prefix, layer, kept)
     return layer
 
 
 def _add_experts(
-    packer: Packer, spec: ModelSpec, kinds: decoder.Experts, prefix: str, layer: DecoderLayer, experts: list[object]
+    packer: Packer, spec: ModelSpec, kinds: decoder.Experts, prefix: str, layer: DecoderLayer, kept: list[object]
 ) -> None:
-    """Packs a layer's experts and its router."""
+    """Packs a layer's experts and its router; ``kept`` gets the experts."""
     hidden = spec.hidden_size
     if kinds.beside_mlp:
         layer.router_norm, layer.expert_norm, layer.expert_post_norm, layer.mlp_inner_norm = (
@@ -378,7 +385,7 @@ def _add_experts(
                 f"{prefix}mlp: its experts have input orders of their own (g_idx), though desc_act or actorder is off "
                 "in config.json: give --backend reference, or use a checkpoint without them"
             )
-    experts.append(array)
+    kept.append(array)
     layer.experts = ctypes.addressof(array)
 
 

@@ -14,6 +14,7 @@ from penstock.models.backends.base import context_of, shared_facts
 from penstock.models.backends.distributed import join
 from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
 from penstock.models.backends.reference.attention_groups import AttentionGroup, attention_groups, grouped_attention
+from penstock.models.backends.reference.latent_attention import attend_to_latents
 from penstock.models.backends.tensor_parallel import TensorParallel
 from penstock.models.backends.torch_common.device import choose_dtype
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
@@ -145,6 +146,8 @@ def attend(
     """Computes one layer's attention and output projection, (T, hidden) -> (T, hidden): this rank's part of the sum.
     Writes the KV of every token if the layer has its own. ``spec`` has the layer's sizes. ``query_scale`` (T,) is a
     factor of each token's queries, where the layer has one."""
+    if layer.latent is not None:
+        return attend_to_latents(spec, pages, index, layer, layer.latent, x, rotation, slots, groups)
     has_kv = spec.has_kv(index)
     rotated = spec.query_size + (spec.kv_size if has_kv else 0)
     qkv = layer.qkv(x)

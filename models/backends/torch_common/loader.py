@@ -22,6 +22,7 @@ from penstock.models.architecture.spec import BESIDE_NORMS, ONES, ModelSpec
 from penstock.models.architecture.spec_parts import Activation, Experts, NormKind, QkNorm, Scoring
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel, share
 from penstock.models.backends.torch_common.fp4_experts import Fp4Experts
+from penstock.models.backends.torch_common.latent import load_latent
 from penstock.models.backends.torch_common.weights import (
     DenseLinear,
     ExpertMlp,
@@ -267,7 +268,8 @@ def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
         if spec.value_norm
         else unchanged,
         sinks=fill.tensor(f"{attention}sinks", (spec.num_heads,), (fill.mine(spec.num_heads),)) if spec.sinks else None,
-        output=fill.by_inputs(f"{attention}o_proj", hidden, spec.query_size, spec.output_bias),
+        latent=load_latent(spec.latent, spec.num_heads, attention, fill) if spec.latent is not None else None,
+        output=fill.by_inputs(f"{attention}o_proj", hidden, spec.output_columns, spec.output_bias),
         after_attention=after_attention,
         before_mlp=unchanged if spec.experts is not None and spec.experts.beside_mlp else before_mlp,
         mlp=_load_feed_forward(fill, prefix, layer, before_mlp),
@@ -383,11 +385,12 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
 
 def _choice(fill: _Filler, bias: str, experts: Experts) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Returns the choice of a layer's experts. ``bias`` is the name of its bias."""
-    if experts.scoring is Scoring.SOFTMAX:
-        return partial(choose_experts, num_chosen=experts.per_token, normalise=experts.normalise)
+    choose: Callable[..., tuple[Tensor, Tensor]] = choose_experts
+    if experts.scoring is Scoring.SIGMOID:
+        by = fill.norm_part(bias, (experts.num_experts,)) if experts.selection_bias else None
+        choose = partial(choose_experts_by_sigmoid, bias=by)
     return partial(
-        choose_experts_by_sigmoid,
-        bias=fill.norm_part(bias, (experts.num_experts,)) if experts.selection_bias else None,
+        choose,
         num_chosen=experts.per_token,
         num_groups=experts.num_groups,
         groups_chosen=experts.groups_per_token,

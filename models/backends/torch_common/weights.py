@@ -255,6 +255,22 @@ class LayerInputTable:
         return (projected + embedded.view_as(projected)) * 2**-0.5
 
 
+@dataclass(frozen=True)
+class LatentProjections:
+    """What latent attention needs besides the linears of the hidden state and of the output (see
+    ``LatentAttention``)."""
+
+    query_norm: RmsNorm | None
+    query: Linear | None
+    """Maps the latent of queries to all query heads. Both are given or neither."""
+    norm: RmsNorm
+    """The norm of the cached latent."""
+    keys: Tensor
+    """(heads, qk_nope_head_dim, kv_lora_rank): multiplied with queries from the left."""
+    values: Tensor
+    """(heads, v_head_dim, kv_lora_rank): multiplied with mixed latents from the right."""
+
+
 def unchanged(x: Tensor) -> Tensor:
     """Replaces a norm that a layer does not have."""
     return x
@@ -275,6 +291,8 @@ class LayerWeights:
     """The norm of values, (T, heads, head size)."""
     sinks: Tensor | None
     """(query heads,)."""
+    latent: LatentProjections | None
+    """With latent attention, rows of ``qkv`` are the cached vector, then all query heads or their latent."""
     output: Linear
     after_attention: Layer
     before_mlp: Layer

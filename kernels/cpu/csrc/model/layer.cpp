@@ -16,7 +16,10 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
   spent_on(STAGE_NORM);
   product(layer.qkv, inputs, qkv_, qkv_size_, OUTPUT_STORE);
   spent_on(STAGE_QKV);
-  rotate_and_write(layer, pages);
+  if (layer.latent.rank)
+    find_latents(layer, pages);
+  else
+    rotate_and_write(layer, pages);
   spent_on(STAGE_ROPE_KV);
   // After the last layer's KV is written, only rows whose logits or hidden states are requested are computed.
   if (last && step_.num_wanted() == 0 && !ends_in_feature_) return;
@@ -35,15 +38,26 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
 }
 
 void StepRun::take_sizes(const DecoderLayer& layer) {
-  num_kv_heads_ = layer.kv.kv_heads;
+  num_kv_heads_ = layer.kv.is_latent ? 1 : layer.kv.kv_heads;
   head_dim_ = layer.kv.head_dim;
   query_size_ = model_.num_heads * head_dim_;
   kv_size_ = num_kv_heads_ * head_dim_;
+  if (layer.latent.rank) {
+    qkv_size_ = 0;
+    for (int i = 0; i < layer.qkv.num_parts; i++) qkv_size_ += layer.qkv.parts[i].rows;
+    return;
+  }
   qkv_size_ = query_size_ + (!layer.has_kv ? 0 : layer.values_are_keys ? kv_size_ : 2 * kv_size_);
 }
 
 void StepRun::add_attention(const DecoderLayer& layer) {
-  Prepared inputs = prepare(layer.output, mixed_, query_size_, num_rows_, Norm{});
+  const float* values = mixed_;
+  int64_t size = query_size_;
+  if (layer.latent.rank) {
+    values = expand_latents(layer.latent);
+    size = static_cast<int64_t>(model_.num_heads) * layer.latent.value_size;
+  }
+  Prepared inputs = prepare(layer.output, values, size, num_rows_, Norm{});
   bool direct = !layer.attention_post_norm.weight;
   product(layer.output, inputs, direct ? x_ : delta_, model_.hidden_size, direct ? OUTPUT_ADD : OUTPUT_STORE);
   if (!direct) add_sublayer(layer.attention_post_norm);
@@ -162,9 +176,11 @@ void StepRun::write_kv(const DecoderLayer& layer, uint8_t* page, int slot, int t
 
 void StepRun::attend(const DecoderLayer& layer, uint8_t* pages) {
   const AttentionPlan& plan = plans_[&layer - model_.layers];
+  const float* queries = layer.latent.rank ? queries_ : qkv_;
+  int64_t query_stride = layer.latent.rank ? query_size_ : qkv_size_;
   PagedAttention attention = {layer.kv, pages, model_.num_heads, layer.window, model_.chunked_windows,
-                              model_.attention_scale, model_.attention_soft_cap, layer.sinks, qkv_, qkv_size_, mixed_,
-                              query_size_};
+                              model_.attention_scale, model_.attention_soft_cap, layer.sinks, queries,
+                              query_stride, mixed_, query_size_};
   threads_.run(plan.num_items, [&](int i, int thread) {
     const AttentionItem& item = plan.items[i];
     kernels_.attend(attention, rows_[item.row], item, kernel_room_[thread], partials_);

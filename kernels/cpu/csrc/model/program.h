@@ -37,6 +37,21 @@ struct PackedMlp {
   PackedLinear gate_up, down;
 };
 
+// Latent attention (DeepSeek-V2, arXiv 2405.04434) in its absorbed form: all query heads attend to one vector for each
+// token, `rotary` dimensions and then a latent of `rank`. The layer's qkv computes it, and after it all query heads, or
+// the input of `query`, which does. A query head has `rotary` dimensions, and then `unrotated` ones, which `absorb` maps
+// to those of the latent. `expand` maps the weighted mean of latents to the head's value.
+struct Latent {
+  int32_t rank;  // 0: the layer has ordinary attention
+  int32_t rotary, unrotated, value_size;
+  float norm_eps;
+  const float* norm;        // (rank,): of the latent
+  const float* query_norm;  // of the input of `query`
+  PackedLinear query;       // or no parts
+  const Matrix* absorb;     // (num_heads,): each (rank, unrotated)
+  const Matrix* expand;     // (num_heads,): each (value_size, rank)
+};
+
 struct DecoderLayer {
   // Norms before the sublayers and after them.
   Norm attention_norm, attention_post_norm, mlp_norm, mlp_post_norm;
@@ -68,6 +83,7 @@ struct DecoderLayer {
   PackedLinear input_gate, input_projection;
   Norm input_norm;
   float scalar;  // the factor of the layer's output
+  Latent latent;
 };
 
 struct DecoderModel {

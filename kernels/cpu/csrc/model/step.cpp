@@ -119,7 +119,7 @@ void StepRun::lay_out() {
   angles_ = arena_.take<float>(m.num_ropes * tokens * most_angles_);
   first_without_kv_ = m.num_layers;
   while (first_without_kv_ > 0 && !m.layers[first_without_kv_ - 1].has_kv) first_without_kv_--;
-  int64_t widest_qkv = 0, widest_query = 0;
+  int64_t widest_qkv = 0, widest_query = 0, widest_head = 0;
   int64_t inner = m.intermediate_size > m.shared_size ? m.intermediate_size : m.shared_size;
   inner_ = arena_.take<float>(tokens * ((inner + LANES - 1) / LANES * LANES));
   int64_t widest_row = m.hidden_size, inputs = widest_input(kernels_, m.input_linear, widest_input(kernels_, m.head, 0));
@@ -136,9 +136,12 @@ void StepRun::lay_out() {
     widest_qkv = qkv_size_ > widest_qkv ? qkv_size_ : widest_qkv;
     widest_query = query_size_ > widest_query ? query_size_ : widest_query;
     widest_row = kv_size_ > widest_row ? kv_size_ : widest_row;
+    const Latent& latent = layer.latent;
+    int64_t query = latent.rotary + latent.unrotated, wider = query > latent.value_size ? query : latent.value_size;
+    widest_head = latent.rank && wider > widest_head ? wider : widest_head;
     const PackedLinear* linears[] = {&layer.qkv, &layer.output, &layer.mlp.gate_up, &layer.mlp.down, &layer.router,
                                      &layer.shared.gate_up, &layer.shared.down, &layer.shared_gate,
-                                     &layer.input_gate, &layer.input_projection,
+                                     &layer.input_gate, &layer.input_projection, &latent.query,
                                      layer.experts ? &layer.experts->gate_up : &layer.router};
     for (const PackedLinear* linear : linears) {
       inputs = widest_input(kernels_, *linear, inputs);
@@ -149,6 +152,8 @@ void StepRun::lay_out() {
   }
   qkv_ = arena_.take<float>(tokens * widest_qkv);
   mixed_ = arena_.take<float>(tokens * widest_query);
+  queries_ = widest_head ? arena_.take<float>(tokens * widest_query) : nullptr;
+  heads_ = arena_.take<float>(tokens * m.num_heads * widest_head);
   for (int i = 0; i < 3; i++) inputs_[i] = i < most_parts ? arena_.take<uint8_t>(tokens * inputs) : nullptr;
   gate_up_ = most_parts > 1 ? arena_.take<float>(tokens * 2 * inner) : nullptr;
   // For the ranks of experts and of their groups.

@@ -25,6 +25,12 @@ struct Routing {
   const float* weights;   // one per pair
 };
 
+// Parts of rows, one for each head. Strides are in floats.
+struct HeadRows {
+  float* data;
+  int64_t row_stride, head_stride;
+};
+
 // The division of attention for one window into items.
 struct AttentionPlan {
   const AttentionItem* items;
@@ -81,6 +87,11 @@ class StepRun {
   void add_sublayer(const Norm& post_norm);
   void norm(const Norm& norm, const float* x, int size, float* out);
 
+  // model/latent.cpp
+  void find_latents(const DecoderLayer& layer, uint8_t* pages);
+  const float* expand_latents(const Latent& latent);
+  void multiply_heads(const Matrix* matrices, const HeadRows& x, const HeadRows& out);
+
   // model/moe.cpp
   void experts(const DecoderLayer& layer);
   Routing route(const DecoderLayer& layer);
@@ -133,6 +144,7 @@ class StepRun {
   int num_kv_heads_, head_dim_, query_size_, kv_size_, qkv_size_;  // of the current layer
   float *embeddings_, *joined_;  // for a draft head
   float *x_, *qkv_, *mixed_, *delta_, *gate_up_, *inner_;
+  float *queries_, *heads_;  // with latent attention: queries of the vectors that it caches; queries before, values after
   float** row_room_;  // per thread: room for one row of any kind
   int64_t row_floats_;
   uint8_t* inputs_[3];
