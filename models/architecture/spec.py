@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.models.architecture.recurrent import RecurrentMixer, mixer_tensors, state_floats
 from penstock.models.architecture.spec_parts import (
     Activation,
     AttentionSizes,
@@ -35,7 +36,7 @@ ONES = ("norm.weight", "layer_scalar", "per_expert_scale")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder with grouped-query attention and a gated MLP, or experts.
+    """A decoder with grouped-query attention or recurrent layers, and a gated MLP, or experts.
 
     Each layer is ``x += o(attention(norm(x)))``, then ``x += down(act(gate(norm(x))) * up(norm(x)))``, with the norms
     that ``norm_placement`` specifies. Tensor names are those of most Hugging Face checkpoints; ``tensor_names`` finds
@@ -59,6 +60,8 @@ class ModelSpec:
     head_dim: int
     unwindowed: AttentionSizes | None
     """The sizes in layers without a window, if they differ from those in the others."""
+    recurrent: tuple[RecurrentMixer | None, ...]
+    """The recurrent mixer of each layer, in place of attention; None: it has attention."""
     kv_sources: tuple[int, ...]
     """The layer whose keys and values each layer attends to: itself, or an earlier one with the same window and sizes.
     In the second case it computes none."""
@@ -94,6 +97,8 @@ class ModelSpec:
     """Whether a window w is instead the size of chunks, which begin at multiples of it: a position attends to those
     before it in its own chunk."""
     qkv_bias: bool
+    gated_attention: bool
+    """Whether attention's outputs are multiplied by the sigmoid of a linear of its input, before the output linear."""
     output_bias: bool
     mlp_bias: bool
     attention_scale: float
@@ -181,19 +186,31 @@ class ModelSpec:
 
     def has_kv(self, layer: int) -> bool:
         """Whether the layer has keys and values of its own."""
-        return self.kv_sources[layer] == layer
+        return self.kv_sources[layer] == layer and self.recurrent[layer] is None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a layer is recurrent."""
+        return any(mixer is not None for mixer in self.recurrent)
+
+    @property
+    def state_floats(self) -> int:
+        """The numbers that the state of all recurrent layers has."""
+        return sum(state_floats(mixer) for mixer in self.recurrent if mixer is not None)
 
     def values_are_keys(self, layer: int) -> bool:
         """Whether the layer has no linear for values."""
         return self.unwindowed is not None and self.unwindowed.values_are_keys and self.windows[layer] is None
 
     def qkv_rows(self, layer: int) -> dict[str, int]:
-        """Returns the layer's linears of queries, keys and values, as many as it has, with their numbers of rows."""
+        """Returns the layer's linears of queries, keys, values and the gate, as many as it has, with their
+        numbers of rows."""
         sizes = self.at(layer)
         if not self.has_kv(layer):
             return {"q_proj": sizes.query_size}
         values = {} if self.values_are_keys(layer) else {"v_proj": sizes.kv_size}
-        return {"q_proj": sizes.query_size, "k_proj": sizes.kv_size, **values}
+        gate = {"gate_proj": sizes.query_size} if self.gated_attention else {}
+        return {"q_proj": sizes.query_size, "k_proj": sizes.kv_size, **values, **gate}
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Returns the bytes that one position's keys and values take, over all layers."""
@@ -315,15 +332,8 @@ class ModelSpec:
         for norm in self.layer_norms:
             if norm is not None:
                 yield from self._norm(norm)
-        for name, rows in self.qkv_rows(layer).items():
-            yield from _linear(f"self_attn.{name}", rows, self.qkv_columns, self.qkv_bias)
-        if self.qk_norm not in (QkNorm.NONE, QkNorm.UNWEIGHTED):
-            names = ("q_norm", "k_norm") if self.has_kv(layer) else ("q_norm",)
-            for name, shape in zip(names, sizes.qk_norm_shapes, strict=False):
-                yield f"self_attn.{name}.weight", shape
-        if self.sinks:
-            yield "self_attn.sinks", (self.num_heads,)
-        yield from _linear("self_attn.o_proj", hidden, sizes.query_size, self.output_bias)
+        mixer = self.recurrent[layer]
+        yield from self._attention_tensors(layer) if mixer is None else mixer_tensors(mixer, hidden)
         if self.layer_inputs is not None:
             yield "per_layer_input_gate.weight", (self.layer_inputs.size, hidden)
             yield "per_layer_projection.weight", (hidden, self.layer_inputs.size)
@@ -334,6 +344,18 @@ class ModelSpec:
             yield from _mlp("mlp", hidden, sizes.intermediate_size, self.mlp_bias, self.gated_mlp)
         if self.has_experts(layer):
             yield from self._expert_tensors()
+
+    def _attention_tensors(self, layer: int) -> Iterator[NamedShape]:
+        sizes = self.at(layer)
+        for name, rows in self.qkv_rows(layer).items():
+            yield from _linear(f"self_attn.{name}", rows, self.qkv_columns, self.qkv_bias)
+        if self.qk_norm not in (QkNorm.NONE, QkNorm.UNWEIGHTED):
+            names = ("q_norm", "k_norm") if self.has_kv(layer) else ("q_norm",)
+            for name, shape in zip(names, sizes.qk_norm_shapes, strict=False):
+                yield f"self_attn.{name}.weight", shape
+        if self.sinks:
+            yield "self_attn.sinks", (self.num_heads,)
+        yield from _linear("self_attn.o_proj", self.hidden_size, sizes.query_size, self.output_bias)
 
     def _expert_tensors(self) -> Iterator[NamedShape]:
         hidden = self.hidden_size

@@ -23,6 +23,7 @@ from penstock.kernels.cpu.program import (
 from penstock.models.architecture import spec_parts as decoder
 from penstock.models.architecture.rope import attention_factor, inverse_frequencies
 from penstock.models.architecture.spec import BESIDE_NORMS, ModelSpec
+from penstock.models.backends.cpu.recurrent import add_recurrent, slot_floats
 from penstock.models.backends.cpu.weights import (
     ALIGNMENT,
     Packer,
@@ -85,10 +86,11 @@ class CpuModel:
     """The parameters of the whole model, whatever part of it this is."""
     parts: tuple[object, ...]
 
-    def program(self, pages: Memory, part: DecoderModel | None = None) -> Program:
-        """Returns the program that runs the model's steps over KV pages, or only a part of each step."""
+    def program(self, pages: Memory, part: DecoderModel | None = None, states: Memory | None = None) -> Program:
+        """Returns the program that runs the model's steps over KV pages and recurrent states, or only a part of each
+        step."""
         model = part or self.model
-        model.pages = pages.address
+        model.pages, model.states = pages.address, states and states.address
         self.library.loaded()
         return self.library.program(model)
 
@@ -106,7 +108,7 @@ def kv_layouts(spec: ModelSpec, format: StorageFormat, part: ModelPart) -> list[
     offsets: dict[int, int] = {}
     page_bytes = 0
     for layer, sizes in specs.items():
-        offsets[layer] = page_bytes if spec.has_kv(layer) else offsets[spec.kv_sources[layer]]
+        offsets[layer] = page_bytes if spec.kv_sources[layer] == layer else offsets[spec.kv_sources[layer]]
         page_bytes += sizes.num_kv_heads * heads[layer] if spec.has_kv(layer) else 0
     return [
         (KvLayout(format, sizes.num_kv_heads, sizes.head_dim, heads[layer], page_bytes), offsets[layer])
@@ -133,8 +135,8 @@ def max_weight_bytes(
     for name, shape in spec.tensors():
         if part is not None and not part.has(name):
             continue
-        if len(shape) == 1:
-            total += 4 * shape[0]
+        if len(shape) != 2:
+            total += 4 * math.prod(shape)
         elif name == LAYER_EMBEDDING or (name == EMBEDDING and not spec.tied_embeddings):
             total += math.prod(shape) * ELEMENT_BYTES[formats.table]
         elif name == POSITIONS:
@@ -235,6 +237,7 @@ def _without_weights(
         qk_norm=QK_NORMS[spec.qk_norm],
         qk_norm_is_last=spec.qk_norm_is_last,
         activation=ACTIVATIONS[spec.activation],
+        gated_attention=spec.gated_attention,
         gated_mlp=spec.gated_mlp,
         layer_norms=spec.norm_kind is decoder.NormKind.LAYER,
         parallel_layers=spec.is_parallel,
@@ -256,6 +259,7 @@ def _without_weights(
         logit_soft_cap=spec.logit_soft_cap or 0.0,
         embedding_format=formats.table,
         page_bytes=kv_layouts(spec, formats.kv, part)[0][0].page_bytes,
+        state_floats=slot_floats(spec),
     )
 
 
@@ -296,38 +300,24 @@ def _norm(packer: Packer, spec: ModelSpec, name: str | None, factor: float = 1.0
 def _layer(packer: Packer, spec: ModelSpec, index: int, experts: list[object]) -> DecoderLayer:
     """Packs a layer. ``spec`` has its sizes."""
     prefix = f"model.layers.{index}."
-    attention, hidden = f"{prefix}self_attn.", spec.hidden_size
+    hidden, mixer = spec.hidden_size, spec.recurrent[index]
     norms = [_norm(packer, spec, name and prefix + name) for name in spec.layer_norms]
     if spec.norm_placement is decoder.NormPlacement.PARALLEL:
         norms[2] = norms[0]
-    qk_norms = [Norm(), Norm()]
-    if spec.qk_norm is decoder.QkNorm.UNWEIGHTED and spec.norms_qk(index):
-        qk_norms = [Norm(packer.keep(np.ones(spec.head_dim, np.float32)))] * 2
-    elif spec.norms_qk(index):
-        for which, name in enumerate(("q_norm", "k_norm") if spec.has_kv(index) else ("q_norm",)):
-            shape = spec.qk_norm_shapes[which]
-            qk_norms[which] = Norm(packer.vector(f"{attention}{name}.weight", shape, spec.norm_offset))
-    qkv = {f"{attention}{name}": rows for name, rows in spec.qkv_rows(index).items()}
     layer = DecoderLayer(
         attention_norm=norms[0],
         attention_post_norm=norms[1],
         mlp_norm=norms[2],
         mlp_post_norm=norms[3],
-        query_norm=qk_norms[0],
-        key_norm=qk_norms[1],
-        value_norm=Norm(packer.keep(np.ones(spec.head_dim, np.float32))) if spec.value_norm else Norm(),
-        sinks=packer.vector(f"{attention}sinks", spec.num_heads) if spec.sinks else None,
-        window=spec.windows[index] or 0,
-        scales_queries=spec.scales_queries(index),
-        has_kv=spec.has_kv(index),
-        values_are_keys=spec.values_are_keys(index),
         intermediate_size=spec.intermediate_size,
-        qkv=packer.linear(list(qkv), list(qkv.values()), spec.qkv_columns, spec.qkv_bias),
-        output=packer.linear([f"{attention}o_proj"], [hidden], spec.query_size, spec.output_bias),
         router_norm=norms[2],
         expert_norm=norms[2],
         scalar=packer.number(f"{prefix}layer_scalar") if spec.layer_scalars else 1.0,
     )
+    if mixer is None:
+        _add_attention(packer, spec, index, f"{prefix}self_attn.", layer)
+    else:
+        add_recurrent(packer, spec, index, mixer, layer)
     if spec.layer_inputs is not None:
         size = spec.layer_inputs.size
         layer.input_gate = packer.linear([f"{prefix}per_layer_input_gate"], [size], hidden, False)
@@ -338,6 +328,27 @@ def _layer(packer: Packer, spec: ModelSpec, index: int, experts: list[object]) -
     if spec.experts is not None and spec.has_experts(index):
         _add_experts(packer, spec, spec.experts, prefix, layer, experts)
     return layer
+
+
+def _add_attention(packer: Packer, spec: ModelSpec, index: int, prefix: str, layer: DecoderLayer) -> None:
+    """Packs a layer's attention."""
+    if spec.qk_norm is decoder.QkNorm.UNWEIGHTED and spec.norms_qk(index):
+        layer.query_norm = layer.key_norm = Norm(packer.keep(np.ones(spec.head_dim, np.float32)))
+    elif spec.norms_qk(index):
+        query, key = spec.qk_norm_shapes
+        layer.query_norm = Norm(packer.vector(f"{prefix}q_norm.weight", query, spec.norm_offset))
+        if spec.has_kv(index):
+            layer.key_norm = Norm(packer.vector(f"{prefix}k_norm.weight", key, spec.norm_offset))
+    if spec.value_norm:
+        layer.value_norm = Norm(packer.keep(np.ones(spec.head_dim, np.float32)))
+    layer.sinks = packer.vector(f"{prefix}sinks", spec.num_heads) if spec.sinks else None
+    layer.window = spec.windows[index] or 0
+    layer.scales_queries = spec.scales_queries(index)
+    layer.has_kv = spec.has_kv(index)
+    layer.values_are_keys = spec.values_are_keys(index)
+    qkv = {f"{prefix}{name}": rows for name, rows in spec.qkv_rows(index).items()}
+    layer.qkv = packer.linear(list(qkv), list(qkv.values()), spec.qkv_columns, spec.qkv_bias)
+    layer.output = packer.linear([f"{prefix}o_proj"], [spec.hidden_size], spec.query_size, spec.output_bias)
 
 
 def _add_experts(

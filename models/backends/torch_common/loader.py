@@ -22,6 +22,7 @@ from penstock.models.architecture.spec import BESIDE_NORMS, ONES, ModelSpec
 from penstock.models.architecture.spec_parts import Activation, Experts, NormKind, QkNorm, Scoring
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel, share
 from penstock.models.backends.torch_common.fp4_experts import Fp4Experts
+from penstock.models.backends.torch_common.recurrent import load_recurrent
 from penstock.models.backends.torch_common.weights import (
     DenseLinear,
     ExpertMlp,
@@ -84,7 +85,7 @@ class DummySource:
 
     def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
         ones = name.endswith(ONES)
-        if out.ndim == 2 and not ones:
+        if out.ndim >= 2 and not ones:
             whole = out if out.shape == self._shapes[name] else out.new_empty(self._shapes[name])
             whole.normal_(std=0.02, generator=self._generator)
             if whole is not out:
@@ -246,20 +247,24 @@ def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
     hidden = spec.hidden_size
     prefix = f"model.layers.{layer}."
     attention = f"{prefix}self_attn."
-    qkv = spec.qkv_rows(layer)
+    mixer, qkv = spec.recurrent[layer], spec.qkv_rows(layer)
+    attends = mixer is None
     qkv_names = tuple(f"{attention}{name}" for name in qkv)
     before_attention, after_attention, before_mlp, after_mlp = (
         unchanged if name is None else fill.norm(prefix + name) for name in spec.layer_norms
     )
     return LayerWeights(
         before_attention=before_attention,
-        qkv=fill.by_outputs(qkv_names, tuple(qkv.values()), spec.qkv_columns, spec.qkv_bias),
-        qk_norm=_load_qk_norm(fill, attention, spec.has_kv(layer)) if spec.norms_qk(layer) else unchanged,
+        recurrent=None if mixer is None else load_recurrent(fill, mixer, prefix),
+        qkv=fill.by_outputs(qkv_names, tuple(qkv.values()), spec.qkv_columns, spec.qkv_bias) if attends else unchanged,
+        qk_norm=_load_qk_norm(fill, attention, spec.has_kv(layer)) if attends and spec.norms_qk(layer) else unchanged,
         value_norm=RmsNorm(fill.empty_norm((spec.head_dim,)).fill_(1.0), spec.norm_eps)
         if spec.value_norm
         else unchanged,
         sinks=fill.tensor(f"{attention}sinks", (spec.num_heads,), (fill.mine(spec.num_heads),)) if spec.sinks else None,
-        output=fill.by_inputs(f"{attention}o_proj", hidden, spec.query_size, spec.output_bias),
+        output=fill.by_inputs(f"{attention}o_proj", hidden, spec.query_size, spec.output_bias)
+        if attends
+        else unchanged,
         after_attention=after_attention,
         before_mlp=unchanged if spec.experts is not None and spec.experts.beside_mlp else before_mlp,
         mlp=_load_feed_forward(fill, prefix, layer, before_mlp),

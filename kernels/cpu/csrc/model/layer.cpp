@@ -16,11 +16,15 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
   spent_on(STAGE_NORM);
   product(layer.qkv, inputs, qkv_, qkv_size_, OUTPUT_STORE);
   spent_on(STAGE_QKV);
-  rotate_and_write(layer, pages);
-  spent_on(STAGE_ROPE_KV);
+  if (layer.recurrent.kind) {
+    recur(layer, index);
+  } else {
+    rotate_and_write(layer, pages);
+    spent_on(STAGE_ROPE_KV);
+  }
   // After the last layer's KV is written, only rows whose logits or hidden states are requested are computed.
   if (last && step_.num_wanted() == 0) return;
-  attend(layer, pages);
+  if (!layer.recurrent.kind) attend(layer, pages);
   if (last && !only_wanted_) keep_wanted_rows(true);
   spent_on(STAGE_ATTENTION);
   if (!model_.parallel_layers) add_attention(layer);
@@ -35,11 +39,18 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
 }
 
 void StepRun::take_sizes(const DecoderLayer& layer) {
+  if (layer.recurrent.kind) {
+    num_kv_heads_ = head_dim_ = kv_size_ = qkv_size_ = 0;
+    query_size_ = layer.output.parts[0].columns;
+    for (int i = 0; i < layer.qkv.num_parts; i++) qkv_size_ += layer.qkv.parts[i].rows;
+    return;
+  }
   num_kv_heads_ = layer.kv.kv_heads;
   head_dim_ = layer.kv.head_dim;
   query_size_ = model_.num_heads * head_dim_;
   kv_size_ = num_kv_heads_ * head_dim_;
   qkv_size_ = query_size_ + (!layer.has_kv ? 0 : layer.values_are_keys ? kv_size_ : 2 * kv_size_);
+  if (model_.gated_attention) qkv_size_ += query_size_;
 }
 
 void StepRun::add_attention(const DecoderLayer& layer) {
@@ -171,6 +182,11 @@ void StepRun::attend(const DecoderLayer& layer, uint8_t* pages) {
   threads_.run(plan.num_merges, [&](int i, int) {
     const AttentionItem& item = plan.merges[i];
     kernels_.merge(attention, rows_[item.row], item, plan.merge_splits[i], partials_);
+  });
+  if (!model_.gated_attention) return;
+  each(num_rows_, [&](int row, int) {
+    const float* gate = qkv_ + static_cast<int64_t>(row + 1) * qkv_size_ - query_size_;
+    kernels_.multiply_sigmoid(mixed_ + static_cast<int64_t>(row) * query_size_, gate, query_size_);
   });
 }
 

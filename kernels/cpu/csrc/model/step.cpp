@@ -22,7 +22,8 @@ int within(int64_t id, int num) { return id < 0 ? 0 : id < num ? static_cast<int
 
 // Whether the attention of two layers is divided alike.
 bool have_same_plan(const DecoderLayer& one, const DecoderLayer& other) {
-  return one.window == other.window && one.kv.kv_heads == other.kv.kv_heads && one.kv.head_dim == other.kv.head_dim;
+  return !one.recurrent.kind && one.window == other.window && one.kv.kv_heads == other.kv.kv_heads &&
+         one.kv.head_dim == other.kv.head_dim;
 }
 
 int64_t widest_input(const Kernels& kernels, const PackedLinear& linear, int64_t so_far) {
@@ -47,9 +48,10 @@ void Program::begin(const Step& step, int num_threads) {
   run_->begin();
 }
 
+void Program::commit(const StateRows& rows) { run_->commit(rows); }
+
 void Program::finish() {
   run_->finish();
-  run_.reset();
 }
 
 StepRun::StepRun(Program& program, const Step& step)
@@ -112,7 +114,8 @@ void StepRun::lay_out() {
     most_angles_ = 2 * m.ropes[i].half > most_angles_ ? 2 * m.ropes[i].half : most_angles_;
   angles_ = arena_.take<float>(m.num_ropes * tokens * most_angles_);
   first_without_kv_ = m.num_layers;
-  while (first_without_kv_ > 0 && !m.layers[first_without_kv_ - 1].has_kv) first_without_kv_--;
+  auto keeps = [&](const DecoderLayer& layer) { return layer.has_kv || layer.recurrent.kind; };
+  while (first_without_kv_ > 0 && !keeps(m.layers[first_without_kv_ - 1])) first_without_kv_--;
   int64_t widest_qkv = 0, widest_query = 0;
   int64_t inner = m.intermediate_size > m.shared_size ? m.intermediate_size : m.shared_size;
   inner_ = arena_.take<float>(tokens * ((inner + LANES - 1) / LANES * LANES));
@@ -178,6 +181,7 @@ void StepRun::find_pages() {
   plan_layers(0);
   int64_t room = 0;
   for (int i = 0; i < model_.num_layers; i++) {
+    if (model_.layers[i].recurrent.kind) continue;
     const KvLayout& kv = model_.layers[i].kv;
     PagedAttention attention = {kv, nullptr, model_.num_heads, 0, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
     int64_t needed = kernels_.attention_scratch(attention);
@@ -190,6 +194,7 @@ void StepRun::find_pages() {
 void StepRun::plan_layers(int first) {
   int64_t partials = 0;
   for (int i = first; i < model_.num_layers; i++) {
+    if (model_.layers[i].recurrent.kind) continue;
     int same = first;
     while (!have_same_plan(model_.layers[same], model_.layers[i])) same++;
     plans_[i] = same < i ? plans_[same] : plan_attention(model_.layers[i]);
@@ -370,6 +375,9 @@ PENSTOCK_API void penstock_step_begin(penstock::Program* program, const penstock
   program->begin(*step, num_threads);
 }
 PENSTOCK_API void penstock_step_finish(penstock::Program* program) { program->finish(); }
+PENSTOCK_API void penstock_commit(penstock::Program* program, const penstock::StateRows* rows) {
+  program->commit(*rows);
+}
 PENSTOCK_API void penstock_step(penstock::Program* program, const penstock::Step* step, int32_t num_threads) {
   program->begin(*step, num_threads);
   program->finish();

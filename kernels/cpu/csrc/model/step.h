@@ -25,6 +25,13 @@ struct Routing {
   const float* weights;   // one per pair
 };
 
+// What the state of a recurrent layer reads of its tokens: rows of floats, and the first columns of its parts.
+struct RecurrentInputs {
+  const float* data;
+  int64_t stride;
+  int inputs, beta, decay;  // see Recurrent
+};
+
 // The division of attention for one window into items.
 struct AttentionPlan {
   const AttentionItem* items;
@@ -44,6 +51,7 @@ class StepRun {
   // Everything before tokens are chosen.
   void begin();
   void finish();
+  void commit(const StateRows& rows);
 
  private:
   // model/step.cpp
@@ -79,6 +87,17 @@ class StepRun {
   void mlp(const PackedMlp& mlp, int inner, const Norm& norm, float* out, OutputMode mode);
   void add_sublayer(const Norm& post_norm);
   void norm(const Norm& norm, const float* x, int size, float* out);
+
+  // model/recurrent.cpp
+  void recur(const DecoderLayer& layer, int index);
+  void keep_uncertain(const Recurrent& mixer, const RecurrentInputs& inputs, int index);
+  void advance(const Recurrent& mixer, const RecurrentInputs& inputs, const StateRows& rows, float* out,
+               int64_t out_stride);
+  void convolve(const Recurrent& mixer, const RecurrentInputs& inputs, const StateRows& rows, float* out,
+                int64_t out_stride, float* gates);
+  void find_gates(const Recurrent& mixer, const float* betas, const float* decays, float* gates);
+  void scan(const Recurrent& mixer, const StateRows& rows, const float* mixed, const float* gates, float* out,
+            int64_t out_stride);
 
   // model/moe.cpp
   void experts(const DecoderLayer& layer);
@@ -142,6 +161,7 @@ class StepRun {
   int64_t most_angles_;  // cosines and sines of a token for the rope with the most
   float* angles_;  // (ropes, T, most_angles_): cosines, then sines
   AttentionPlan* plans_;  // one per layer
+  float** kept_ = nullptr;  // for each recurrent layer: what it read of tokens that may be committed
   uint8_t** kernel_room_;  // per thread: scratch memory of attention, then of sampling
   float* partials_;
   float* logits_;  // of the requested rows that the head computes at once
