@@ -220,6 +220,10 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """The number of layers of each stage; empty: there are no stages. Bytes and threads are those of the first one."""
     num_host_blocks: int = 0
     """The number of slots of the host tier, numbered from 0."""
+    num_state_slots: int = 0
+    """The number of slots for recurrent states, numbered from 0; 0 for a model without recurrent layers."""
+    state_bytes: int = 0
+    """The bytes of a slot."""
     copy_us_per_block: float = 0.0
     """The approximate time to copy one block between the tiers, measured at the start."""
     measured_steps: tuple[MeasuredStep, ...] = ()

@@ -137,6 +137,17 @@ class AttentionItem(Structure):
     )  # fmt: skip
 
 
+class StateScan(Structure):
+    """Some tokens of one head of a recurrent layer."""
+
+    _fields_ = (
+        ("key_size", c_int32), ("value_size", c_int32), ("subtracts", c_int32), ("skip", c_float),
+        ("queries", c_void_p), ("keys", c_void_p),
+        ("values", c_void_p), ("stride", c_int64), ("decays", c_void_p), ("betas", c_void_p), ("gate_stride", c_int64),
+        ("state", c_void_p), ("state_stride", c_int64), ("output", c_void_p), ("output_stride", c_int64),
+    )  # fmt: skip
+
+
 class SamplingRow(Structure):
     """The sampling parameters of a row."""
 
@@ -184,6 +195,10 @@ class Kernels(Structure):
         ("soft_cap", CFUNCTYPE(None, _P, c_float, _I)),
         ("gated", CFUNCTYPE(None, _P, _P, _I, _I, _P)),
         ("activate", CFUNCTYPE(None, _P, _I, _I)),
+        ("multiply", CFUNCTYPE(None, _P, _P, _I)),
+        ("multiply_sigmoid", CFUNCTYPE(None, _P, _P, _I)),
+        ("convolve", CFUNCTYPE(None, POINTER(_P), _P, _P, _I, _I, _P)),
+        ("scan_state", CFUNCTYPE(None, POINTER(StateScan), _I, _I, _I)),
         ("rotate", CFUNCTYPE(None, _P, _P, _P, _I)),
         ("write_kv", CFUNCTYPE(None, POINTER(KvLayout), _P, _I, _I, _P, _P, c_int64)),
         ("attention_scratch", CFUNCTYPE(_L, POINTER(PagedAttention))),

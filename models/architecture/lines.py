@@ -25,7 +25,16 @@ LINES = (
     ModelLine("Qwen3-Coder-30B-A3B", ("Qwen3MoeForCausalLM",)),
     ModelLine("Qwen3-Embedding", ("Qwen3ForCausalLM",), has_template=False),
     ModelLine("Qwen1.5, Qwen2, Qwen2.5, -Coder, -Math", ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")),
-    ModelLine("Qwen3-Next, Qwen3.5, Qwen3.6", (), _STATE),
+    ModelLine("Qwen3-Next", ("Qwen3NextForCausalLM",)),
+    ModelLine(
+        "Qwen3.5, Qwen3.6, for text",
+        (
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForConditionalGeneration",
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5MoeForCausalLM",
+        ),
+    ),
     ModelLine(
         "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, for text",
         (
@@ -98,12 +107,12 @@ LINES = (
     ModelLine("MiniMax-M2", ("MiniMaxM2ForCausalLM",)),
     ModelLine("SmolLM, SmolLM2", ("LlamaForCausalLM",)),
     ModelLine("SmolLM3", ("SmolLM3ForCausalLM",)),
-    ModelLine("Granite 3, 4", ("GraniteForCausalLM", "GraniteMoeForCausalLM"), f"Granite 4 H: {_STATE}"),
+    ModelLine("Granite 3, 4, 4 H", ("GraniteForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM")),
     ModelLine("OLMo 2", ("Olmo2ForCausalLM",)),
     ModelLine("OLMo 1, OLMo 3, OLMoE", ("OlmoForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM")),
     ModelLine("Falcon3", ("LlamaForCausalLM",)),
     ModelLine("Falcon 7B and 40B, Falcon-H1", ("FalconForCausalLM",), f"Falcon-H1: {_STATE}", has_template=False),
-    ModelLine("LFM2, LFM2.5", (), _STATE),
+    ModelLine("LFM2, LFM2.5", ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM")),
     ModelLine("Llama-3.1-Nemotron-70B, Nano-8B", ("LlamaForCausalLM",)),
     ModelLine(
         "Minitron, Nemotron-4, Nemotron-H, Nemotron 3, Super",
@@ -236,8 +245,23 @@ PLAIN_ON_CUDA = frozenset(
 )
 """The architectures with parts for which the CUDA backend has no kernels."""
 
-NOT_ON_CUDA = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"})
-"""The architectures that the CUDA backend does not have: on a GPU, plain torch computes them."""
+NOT_ON_CUDA = frozenset(
+    {
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+    }
+)
+"""The architectures that the CUDA backend does not have, those with latent attention or recurrent layers: on a GPU,
+plain torch computes them."""
 
 COLUMNS = ("line", "architectures", "GGUF", "on cuda", "tools, reasoning", "not served")
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.models.architecture.hf_config import HfConfigReader
-from penstock.models.architecture.spec import ModelSpec, NamedShape
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import NamedShape
 from penstock.models.checkpoint.checkpoint import find_quantization, match_tensors, read_entries
 from penstock.models.checkpoint.draft_head import EMBEDDING, FC, HEAD, HeadCheckpoint, HeadSpec
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry

@@ -61,7 +61,7 @@ class StepMemory:
 class CudaBackend:
     """A ``Backend`` that keeps its rows on the device. Copies of blocks are queued, in order with the steps."""
 
-    runs_ahead, needs_tokens = True, False
+    runs_ahead, needs_tokens, states = True, False, None
 
     def __init__(
         self, spec: ModelSpec, model: CudaModel, memory: StepMemory, host_pages: HostPages, facts: WorkerFacts

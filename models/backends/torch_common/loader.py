@@ -1,8 +1,7 @@
 """Fills ``Weights`` from safetensors files, or with random numbers, and fuses and casts tensors one at a time."""
 
 import math
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -18,11 +17,13 @@ from penstock.kernels.reference.ops import (
     gated_activation,
 )
 from penstock.kernels.reference.upcast import upcast
-from penstock.models.architecture.spec import BESIDE_NORMS, ONES, ModelSpec
+from penstock.models.architecture.spec import BESIDE_NORMS, ModelSpec
 from penstock.models.architecture.spec_parts import Activation, Experts, NormKind, QkNorm, Scoring
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel, share
 from penstock.models.backends.torch_common.fp4_experts import Fp4Experts
 from penstock.models.backends.torch_common.latent import load_latent
+from penstock.models.backends.torch_common.recurrent import load_recurrent
+from penstock.models.backends.torch_common.sources import WHOLE, DummySource, FileSource, Part
 from penstock.models.backends.torch_common.weights import (
     DenseLinear,
     ExpertMlp,
@@ -44,55 +45,9 @@ from penstock.models.backends.torch_common.weights import (
     round_to,
     unchanged,
 )
-from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.info import CheckpointInfo
-from penstock.models.checkpoint.quantization.reader import read_matrix
 
 ACTIVATION_NAMES = {kind: kind.name.lower() for kind in Activation}
-
-Part = tuple[slice, ...]
-"""A part of a tensor: a slice for each of its first dimensions; empty for the whole."""
-WHOLE: Part = ()
-
-
-class FileSource:
-    """The tensors of a checked checkpoint."""
-
-    def __init__(self, info: CheckpointInfo) -> None:
-        self._entries = info.tensors
-        self._quantized = info.quantized
-        self._files = TensorFiles(entry.file for entry in info.tensors.values())
-
-    def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
-        """Copies a part of a tensor into ``out``, which has its shape, casting or dequantising it as needed."""
-        linear = self._quantized.get(name.removesuffix(".weight"))
-        if linear is not None:
-            out.copy_(torch.from_numpy(read_matrix(linear).dequantized()[part]))
-            return
-        entry = self._entries[name]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is only read
-            values = torch.from_numpy(self._files.array(entry)[part])
-        out.copy_(values.view(torch.bfloat16) if entry.dtype == "BF16" else values)
-
-
-class DummySource:
-    """Random weights for benchmarks: matrices are normal with a small deviation, norms are one, and everything else is
-    zero. They are the same every time, however many ranks share them."""
-
-    def __init__(self, info: CheckpointInfo, device: torch.device) -> None:
-        self._shapes: Mapping[str, tuple[int, ...]] = dict(info.spec.tensors())
-        self._generator = torch.Generator(device).manual_seed(0)
-
-    def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
-        ones = name.endswith(ONES)
-        if out.ndim == 2 and not ones:
-            whole = out if out.shape == self._shapes[name] else out.new_empty(self._shapes[name])
-            whole.normal_(std=0.02, generator=self._generator)
-            if whole is not out:
-                out.copy_(whole[part])
-        else:
-            out.fill_(1.0 if ones else 0.0)
 
 
 @dataclass(frozen=True)
@@ -255,21 +210,25 @@ def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
     hidden = spec.hidden_size
     prefix = f"model.layers.{layer}."
     attention = f"{prefix}self_attn."
-    qkv = spec.qkv_rows(layer)
+    mixer, qkv = spec.recurrent[layer], spec.qkv_rows(layer)
+    attends = mixer is None
     qkv_names = tuple(f"{attention}{name}" for name in qkv)
     before_attention, after_attention, before_mlp, after_mlp = (
         unchanged if name is None else fill.norm(prefix + name) for name in spec.layer_norms
     )
     return LayerWeights(
         before_attention=before_attention,
-        qkv=fill.by_outputs(qkv_names, tuple(qkv.values()), spec.qkv_columns, spec.qkv_bias),
-        qk_norm=_load_qk_norm(fill, attention, spec.has_kv(layer)) if spec.norms_qk(layer) else unchanged,
+        recurrent=None if mixer is None else load_recurrent(fill, mixer, prefix),
+        qkv=fill.by_outputs(qkv_names, tuple(qkv.values()), spec.qkv_columns, spec.qkv_bias) if attends else unchanged,
+        qk_norm=_load_qk_norm(fill, attention, spec.has_kv(layer)) if attends and spec.norms_qk(layer) else unchanged,
         value_norm=RmsNorm(fill.empty_norm((spec.head_dim,)).fill_(1.0), spec.norm_eps)
         if spec.value_norm
         else unchanged,
         sinks=fill.tensor(f"{attention}sinks", (spec.num_heads,), (fill.mine(spec.num_heads),)) if spec.sinks else None,
         latent=load_latent(spec.latent, spec.num_heads, attention, fill) if spec.latent is not None else None,
-        output=fill.by_inputs(f"{attention}o_proj", hidden, spec.output_columns, spec.output_bias),
+        output=fill.by_inputs(f"{attention}o_proj", hidden, spec.output_columns, spec.output_bias)
+        if attends
+        else unchanged,
         after_attention=after_attention,
         before_mlp=unchanged if spec.experts is not None and spec.experts.beside_mlp else before_mlp,
         mlp=_load_feed_forward(fill, prefix, layer, before_mlp),

@@ -12,7 +12,8 @@ from penstock.kernels.cpu.program import Library, Memory, Step
 from penstock.models.backends.base import Backend
 from penstock.models.backends.cpu.backend import CpuBackend
 from penstock.models.backends.cpu.loading import DTYPES, SMALL_STEP
-from penstock.models.backends.cpu.model import CpuModel, StorageFormats, block_bytes, load_model, max_weight_bytes
+from penstock.models.backends.cpu.model import CpuModel, load_model
+from penstock.models.backends.cpu.sizes import StorageFormats, block_bytes, max_weight_bytes
 from penstock.models.backends.cpu.weights import FileTensors
 from penstock.models.backends.memory import allocated, check_weights_fit
 from penstock.models.checkpoint.draft_head import HeadCheckpoint

@@ -10,7 +10,8 @@ from torch import Tensor
 from penstock.kernels.reference.sampling import keyed_gumbel
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.backends.memory import check_weights_fit
-from penstock.models.backends.torch_common.loader import FileSource, load_weights
+from penstock.models.backends.torch_common.loader import load_weights
+from penstock.models.backends.torch_common.sources import FileSource
 from penstock.models.backends.torch_common.weights import DenseLinear, Linear, RmsNorm, SharedWeights, Weights
 from penstock.models.checkpoint.draft_head import FC, HeadCheckpoint
 from penstock.models.checkpoint.mtp import EMBEDDING_NORM, MtpSpec

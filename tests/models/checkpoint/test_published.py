@@ -32,10 +32,11 @@ SIZES = {
     "ffn_dim", "n_embd", "n_layer", "n_head",
 }  # fmt: skip
 """Fields that every config has. The last four are other names of them."""
-REQUIRED: dict[str, dict[str, int]] = {
+REQUIRED: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba"] * 31 + ["attention"]},
 }
 """Fields of a family without a default that a model could have."""
 

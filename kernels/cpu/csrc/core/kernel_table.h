@@ -170,6 +170,24 @@ struct SampledToken {
   double noise;      // with which it was drawn; 0: it was not drawn
 };
 
+// ------------------------------------------------------------------------------------------------------ recurrent layers
+
+// Some tokens of one head of a recurrent layer, and its state S, (key_size, state_stride) with value_size columns. For
+// each token: S = a S; S += k beta (v - k S), or without `subtracts` S += k beta v; y = q S + skip v. Queries, keys and
+// values of successive tokens are `stride` floats apart.
+struct StateScan {
+  int32_t key_size, value_size, subtracts;
+  float skip;
+  const float *queries, *keys, *values;  // of the first token
+  int64_t stride;
+  const float *decays, *betas;  // a and beta of the first token
+  int64_t gate_stride;
+  float* state;
+  int64_t state_stride;  // a multiple of 16; columns from value_size on are zero
+  float* output;         // of the first token; or null
+  int64_t output_stride;
+};
+
 // --------------------------------------------------------------------------------------------------------------- a table
 
 struct Kernels {
@@ -213,6 +231,13 @@ struct Kernels {
   void (*gated)(const float* gate, const float* up, int n, Activation activation, float* out);
   // x = act(x).
   void (*activate)(float* x, int n, Activation activation);
+  // x *= y, and x *= sigmoid(y).
+  void (*multiply)(float* x, const float* y, int n);
+  void (*multiply_sigmoid)(float* x, const float* y, int n);
+  // out = sum over taps of inputs[tap] * weights[tap] + bias, where `weights` is (taps, n); `bias` may be null.
+  void (*convolve)(const float* const* inputs, const float* weights, const float* bias, int taps, int n, float* out);
+  // Computes columns [begin, end) of the states and outputs, both multiples of 16.
+  void (*scan_state)(const StateScan& scan, int tokens, int begin, int end);
   // Rotates the first 2 * half dimensions of a head in place: (x_i, x_{i+half}) is rotated by the angle with the given
   // cosine and sine.
   void (*rotate)(float* head, const float* cosines, const float* sines, int half);

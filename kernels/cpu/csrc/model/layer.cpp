@@ -16,14 +16,18 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
   spent_on(STAGE_NORM);
   product(layer.qkv, inputs, qkv_, qkv_size_, OUTPUT_STORE);
   spent_on(STAGE_QKV);
-  if (layer.latent.rank)
-    find_latents(layer, pages);
-  else
-    rotate_and_write(layer, pages);
-  spent_on(STAGE_ROPE_KV);
+  if (layer.recurrent.kind) {
+    recur(layer, index);
+  } else {
+    if (layer.latent.rank)
+      find_latents(layer, pages);
+    else
+      rotate_and_write(layer, pages);
+    spent_on(STAGE_ROPE_KV);
+  }
   // After the last layer's KV is written, only rows whose logits or hidden states are requested are computed.
   if (last && step_.num_wanted() == 0 && !ends_in_feature_) return;
-  attend(layer, pages);
+  if (!layer.recurrent.kind) attend(layer, pages);
   if (last && !only_wanted_ && !ends_in_feature_) keep_wanted_rows(true);
   spent_on(STAGE_ATTENTION);
   if (!model_.parallel_layers) add_attention(layer);
@@ -38,6 +42,12 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
 }
 
 void StepRun::take_sizes(const DecoderLayer& layer) {
+  if (layer.recurrent.kind) {
+    num_kv_heads_ = head_dim_ = kv_size_ = qkv_size_ = 0;
+    query_size_ = layer.output.parts[0].columns;
+    for (int i = 0; i < layer.qkv.num_parts; i++) qkv_size_ += layer.qkv.parts[i].rows;
+    return;
+  }
   num_kv_heads_ = layer.kv.is_latent ? 1 : layer.kv.kv_heads;
   head_dim_ = layer.kv.head_dim;
   query_size_ = model_.num_heads * head_dim_;
@@ -48,6 +58,7 @@ void StepRun::take_sizes(const DecoderLayer& layer) {
     return;
   }
   qkv_size_ = query_size_ + (!layer.has_kv ? 0 : layer.values_are_keys ? kv_size_ : 2 * kv_size_);
+  if (model_.gated_attention) qkv_size_ += query_size_;
 }
 
 void StepRun::add_attention(const DecoderLayer& layer) {
@@ -188,6 +199,11 @@ void StepRun::attend(const DecoderLayer& layer, uint8_t* pages) {
   threads_.run(plan.num_merges, [&](int i, int) {
     const AttentionItem& item = plan.merges[i];
     kernels_.merge(attention, rows_[item.row], item, plan.merge_splits[i], partials_);
+  });
+  if (!model_.gated_attention) return;
+  each(num_rows_, [&](int row, int) {
+    const float* gate = qkv_ + static_cast<int64_t>(row + 1) * qkv_size_ - query_size_;
+    kernels_.multiply_sigmoid(mixed_ + static_cast<int64_t>(row) * query_size_, gate, query_size_);
   });
 }
 
