@@ -68,6 +68,7 @@ class OutputProcessor:
             sequence.num_computed = row.num_computed
             if row.num_computed >= (sequence.num_published + 1) * self._block_size:
                 self._planner.publish(sequence, row.num_computed // self._block_size)
+            self._planner.states.confirm(sequence)
         if num_tokens:
             if not sequence.live.request.is_warm_up:  # its token is discarded
                 self._planner.counters.output_tokens += num_tokens
@@ -80,6 +81,8 @@ class OutputProcessor:
             self._end(sequence, EngineFinishReason.STOP)
         if row.failure:
             self._break_off(sequence, _REASONS[row.failure_kind], row.failure)
+        if sequence.row == row.row:
+            self._planner.states.give_up_passed(sequence)
         if sequence.to_inject:
             self.inject_due(sequence)
 

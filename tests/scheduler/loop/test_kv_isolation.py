@@ -59,10 +59,10 @@ async def test_reliability_figure_2_no_row_reads_what_another_wrote(submit, seed
 def publish_before_the_plan_is_closed(patch):
     begin = PrefillAdder._begin
 
-    def begin_and_publish(prefill_adder, plan, sequence, block_ids, num_cached_blocks):
-        begin(prefill_adder, plan, sequence, block_ids, num_cached_blocks)
+    def begin_and_publish(prefill_adder, plan, sequence, block_ids, prefix):
+        begin(prefill_adder, plan, sequence, block_ids, prefix)
         num_full = len(sequence.token_ids) // prefill_adder._kv.block_size
-        prefill_adder._kv.publish(block_ids, sequence.hashes, num_cached_blocks, num_full, sequence.token_ids)
+        prefill_adder._kv.publish(block_ids, sequence.hashes, prefix.num_blocks, num_full, sequence.token_ids)
 
     patch.setattr(PrefillAdder, "_begin", begin_and_publish)
 
@@ -70,8 +70,8 @@ def publish_before_the_plan_is_closed(patch):
 def free_a_block_too_early(patch):
     begin = PrefillAdder._begin
 
-    def begin_and_free(prefill_adder, plan, sequence, block_ids, num_cached_blocks):
-        begin(prefill_adder, plan, sequence, block_ids, num_cached_blocks)
+    def begin_and_free(prefill_adder, plan, sequence, block_ids, prefix):
+        begin(prefill_adder, plan, sequence, block_ids, prefix)
         prefill_adder._kv.pool.release(sequence.block_ids[-1:])
 
     patch.setattr(PrefillAdder, "_begin", begin_and_free)
