@@ -136,7 +136,10 @@ class PrefillAdder:
         for sequence in self._waiting.in_order(seen):
             if self._is_blocked(sequence):
                 continue
-            if not sequence.in_flight and not (self._has_row() and not self._lacks_blocks(sequence)):
+            # A slot for a state is free again after a result, unless a row that is held has it.
+            lacks_slot = bool(self._running.held) and not self._states.has_room
+            lacks_row = lacks_slot or len(self._running) >= self._context.max_rows
+            if not sequence.in_flight and (lacks_row or self._lacks_blocks(sequence)):
                 yield sequence
             if not self._waiting.by_turns:
                 return

@@ -246,3 +246,16 @@ def test_a_prefix_that_comes_back_from_host_memory_needs_its_state(new_world, ne
     assert world.scheduler.counters.state_misses == (0 if keeps_state else 1)
     [began] = [entry for entry in world.scheduler.explain("again").entries() if entry.kind is EntryKind.BEGAN]
     assert began.detail == (None if keeps_state else BeganDetail(32))
+
+
+def test_an_urgent_request_preempts_no_row_for_a_slot_that_is_free_soon(new_world, new_request):
+    world = new_world(num_state_slots=2, policy=Policy.PRIORITY)
+    world.add(new_request("one", make_prompt(18), max_tokens=9, priority=1))
+    world.next_plan()
+    world.add(new_request("urgent", make_prompt(6, first=3), max_tokens=3, priority=0))
+    world.next_plan()
+    assert world.scheduler.counters.preemptions == 0
+    world.answer()
+    assert len(world.next_plan().added) == 1
+    world.drain()
+    assert world.scheduler.counters.preemptions == 0
