@@ -44,7 +44,7 @@ class KVCacheManager:
         """The blocks that can be found in either tier, and the changes."""
         self.pool = BlockPool(num_blocks, self._on_evicted)
         self.host = HostTier(num_host_blocks, self._on_overwritten)
-        self.states = StatePool(num_state_slots, self._find_tiers)
+        self.states = StatePool(num_state_slots, self._find_tiers, self.pool.is_retained)
         """The states of recurrent layers."""
         self.wanted = WantedBlocks(self._locate)
         """The blocks that waiting sequences need."""

@@ -9,13 +9,15 @@ Every slot is in exactly one state:
                 block that ends there is known, it finds the slot from the plan after the one that computes the position
     cached      a snapshot that its hash finds, in the LRU
 
-Blank slots are given out first, then cached ones, least recently used first. The hash of a snapshot is that of a block
-whose KV can be found.
+Blank slots are given out first, then cached ones, least recently used first. Snapshots whose blocks are retained are
+passed over, unless the oldest snapshots, as many as half of the slots, are all of this kind. The hash of a snapshot is
+that of a block whose KV can be found.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 
@@ -55,10 +57,17 @@ class RowSlots:
 class StatePool:
     """The slots, the map from hash to snapshot, and eviction. A pool without slots does nothing."""
 
-    def __init__(self, num_slots: int, has_block: Callable[[bytes], object] = lambda _: True) -> None:
-        """``has_block`` returns whether a hash finds a block. Without one, no snapshot has this hash."""
+    def __init__(
+        self,
+        num_slots: int,
+        has_block: Callable[[bytes], object] = lambda _: True,
+        is_retained: Callable[[bytes], bool] = lambda _: False,
+    ) -> None:
+        """``has_block`` returns whether a hash finds a block; otherwise no snapshot has this hash. ``is_retained``
+        returns whether that block is kept in preference to others."""
         self.num_slots = num_slots
         self._has_block = has_block
+        self._is_retained = is_retained
         self.reset()
 
     def reset(self) -> None:
@@ -124,11 +133,22 @@ class StatePool:
     def _take(self, but: int | None = None) -> int | None:
         if self._blanks:
             return self._blanks.pop()
-        slot = next((slot for slot in self._cached if slot != but and slot not in self._sources), None)
+        slot = self._next_evicted(but)
         if slot is not None:
             del self._cached[slot]
             self._forget(slot)
         return slot
+
+    def _next_evicted(self, but: int | None) -> int | None:
+        free = (slot for slot in self._cached if slot != but and slot not in self._sources)
+        oldest: int | None = None
+        for slot in islice(free, max(1, self.num_slots // 2)):
+            block_hash = self._hashes[slot]
+            assert block_hash is not None
+            if not self._is_retained(block_hash):
+                return slot
+            oldest = slot if oldest is None else oldest
+        return oldest
 
     def _forget(self, slot: int) -> None:
         """Lets no hash find a slot."""

@@ -138,6 +138,17 @@ def test_the_least_recently_used_snapshot_gives_way():
     assert [pool.find(block_hash) is not None for block_hash in hashes(3)] == [True, False, True]
 
 
+def test_snapshots_of_retained_blocks_go_last_up_to_half_of_the_slots():
+    retained = set(hashes(2))
+    pool = StatePool(6, is_retained=retained.__contains__)
+    pool.start_row("a", None)
+    slots = [save(pool, "a", position) for position in (4, 8, 12, 16, 20)]
+    assert pool.start_row("b", None) == (slots[2], None)
+    retained.update(hashes(5))
+    assert pool.start_row("c", None) == (slots[0], None)
+    pool.check(hashes(20))
+
+
 def test_a_row_that_leaves_keeps_what_was_computed_and_loses_what_was_not():
     pool = StatePool(4)
     pool.start_row("a", None)
