@@ -260,9 +260,7 @@ class StatePool:
         """Removes and returns the positions up to ``end`` at which the next plan saves a row's state, in ascending
         order, and whether others want that."""
         wanted = self._rows[owner].wanted
-        if not wanted:
-            return []
-        taken = []
+        taken: list[tuple[int, bool]] = []
         for position in sorted(position for position in wanted if position <= end):
             block_hash = wanted.pop(position)
             self._retract(owner, block_hash)

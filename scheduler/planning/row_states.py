@@ -126,14 +126,16 @@ class RowStates:
     def confirm(self, sequence: SequenceState) -> None:
         """Applies a result: the states up to ``num_computed`` are saved, and their blocks published."""
         pool = self._pool
-        if pool.num_slots:
+        row = pool.row(sequence)
+        if row.named:
             pool.confirm(sequence, sequence.num_computed, sequence.hashes, self._kv.block_size)
+        if row.wanted:
             pool.take_wanted(sequence, sequence.num_computed)
 
     def give_up_passed(self, sequence: SequenceState) -> None:
         """Gives up the states at borders that a row has passed, before the last one in the text that its caller has. A
         stop string may still take away what follows."""
-        if self._pool.num_slots:
+        if len(self._pool.row(sequence).passed) > 1:
             self._pool.give_up_passed(sequence, sequence.num_input_tokens + sequence.output.num_in_text)
 
     def retract(self, sequence: SequenceState) -> None:

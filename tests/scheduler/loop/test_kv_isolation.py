@@ -41,11 +41,12 @@ async def run_load(engine, submit, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_reliability_figure_2_no_row_reads_what_another_wrote(submit, seed):
-    """The fake worker knows whose KV each slot holds, poisons what is given out again, and checks every read."""
-    engine = Engine(
-        FakeExecutor(num_blocks=20, vocab_size=ENGINE_VOCAB_SIZE), SchedulerConfig(max_num_batched_tokens=64)
-    )
+@pytest.mark.parametrize("num_state_slots", [0, 5])
+async def test_reliability_figure_2_no_row_reads_what_another_wrote(submit, seed, num_state_slots):
+    """The fake worker knows whose KV or state each slot holds, poisons what is given out again, and checks every
+    read."""
+    executor = FakeExecutor(num_blocks=20, vocab_size=ENGINE_VOCAB_SIZE, num_state_slots=num_state_slots)
+    engine = Engine(executor, SchedulerConfig(max_num_batched_tokens=64))
     await engine.start()
     for received in await run_load(engine, submit, seed):
         received.check_end()
