@@ -44,7 +44,9 @@ _AS_LAYER = _MtpNaming(
     "num_nextn_predict_layers", "model.layers.{}.", "eh_proj.", "enorm.", "hnorm.", "shared_head.norm.", "",
     ("embed_tokens.", "shared_head.head."),
 )  # fmt: skip
-NAMINGS: Mapping[str, _MtpNaming] = {"Glm4MoeForCausalLM": _AS_LAYER}
+NAMINGS: Mapping[str, _MtpNaming] = dict.fromkeys(
+    ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"), _AS_LAYER
+)
 """The architectures whose heads can be loaded."""
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from penstock.models.architecture.latent import FAMILIES
 from penstock.models.architecture.registry import spec_from_config
 from penstock.models.architecture.rope import attention_factor
 from penstock.models.architecture.spec_parts import LatentAttention, Scoring
@@ -50,6 +51,10 @@ def test_published_configs() -> None:
     assert (kimi.max_positions, kimi.experts.num_groups, kimi.experts.shared_size) == (131072, 1, 2048)
     # The published numbers are 671 and 1,026 thousand millions, of which the first leaves out what is for drafts.
     assert (spec.num_parameters // 10**9, kimi.num_parameters // 10**9) == (671, 1026)
+
+
+def test_every_family_has_a_variant(variant_configs: dict[str, dict[str, Any]]) -> None:
+    assert {name for config in variant_configs.values() for name in config["architectures"]} >= FAMILIES.keys()
 
 
 def test_scores_have_another_factor_only_with_a_scaled_rope() -> None:

@@ -70,13 +70,14 @@ class MtpModel:
 
 @pytest.fixture(scope="session")
 def build_mtp_model(build_model):
-    """Makes a GLM-4.5 with a random head."""
+    """Makes a GLM-4.5, or a model of another config, with a random head."""
 
-    def build(path, **changes):
-        target = build_model(path, "Glm4MoeConfig", {"num_hidden_layers": NUM_LAYERS, **changes})
+    def build(path, kind=("Glm4MoeConfig", Glm4MoeDecoderLayer), **changes):
+        config_class, layer_class = kind
+        target = build_model(path, config_class, {"num_hidden_layers": NUM_LAYERS, **changes})
         config = target.module.config
         torch.manual_seed(8)
-        layer = Glm4MoeDecoderLayer(config, NUM_LAYERS - 1).eval()
+        layer = layer_class(config, NUM_LAYERS - 1).eval()
         for name, tensor in layer.state_dict().items():
             tensor.copy_(torch.randn(tensor.shape) / 4 if tensor.ndim > 1 else 1 + torch.randn(tensor.shape) / 3)
             if name.endswith("e_score_correction_bias"):

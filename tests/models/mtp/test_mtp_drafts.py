@@ -3,6 +3,7 @@
 import pytest
 import torch
 from heads.runners import answers, few_answers, start
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 
 from penstock.models.backends.base import load_backend
 from penstock.models.worker.runner import Runner
@@ -13,9 +14,18 @@ pytestmark = pytest.mark.usefixtures("cpu_library")
 BLOCK = 16
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["tied", "untied", "latent"])
 def mtp_model(request, build_mtp_model, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
+    if request.param == "latent":
+        return build_mtp_model(path, ("DeepseekV3Config", DeepseekV3DecoderLayer), **LATENT)
     return build_mtp_model(path, tie_word_embeddings=request.param == "tied")
 
 
