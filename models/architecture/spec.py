@@ -13,6 +13,7 @@ from penstock.models.architecture.spec_parts import (
     AttentionSizes,
     Experts,
     LayerInputs,
+    NamedShape,
     NormKind,
     NormPlacement,
     NoRope,
@@ -20,11 +21,10 @@ from penstock.models.architecture.spec_parts import (
     QkNorm,
     QueryScaling,
     Rope,
+    linear_tensors,
+    mlp_tensors,
 )
 from penstock.models.errors import ModelError
-
-NamedShape = tuple[str, tuple[int, ...]]
-"""A tensor's name and shape."""
 
 BESIDE_NORMS = ("mlp.gate_norm", "mlp.experts_norm", "mlp.experts_post_norm", "mlp.dense_post_norm")
 """Norms of a layer with experts beside its MLP: before the router, before the experts, after them, and after the
@@ -62,6 +62,8 @@ class ModelSpec:
     """The sizes in layers without a window, if they differ from those in the others."""
     recurrent: tuple[RecurrentMixer | None, ...]
     """The recurrent mixer of each layer, in place of attention; None: it has attention."""
+    mlp_only: tuple[bool, ...] | None
+    """If layers have one norm, and either a mixer or the MLP: whether each has the MLP. None: layers have both."""
     kv_sources: tuple[int, ...]
     """The layer whose keys and values each layer attends to: itself, or an earlier one with the same window and sizes.
     In the second case it computes none."""
@@ -186,7 +188,15 @@ class ModelSpec:
 
     def has_kv(self, layer: int) -> bool:
         """Whether the layer has keys and values of its own."""
-        return self.kv_sources[layer] == layer and self.recurrent[layer] is None
+        return self.kv_sources[layer] == layer and self.recurrent[layer] is None and self.has_mixer(layer)
+
+    def has_mixer(self, layer: int) -> bool:
+        """Whether the layer has attention or a recurrent mixer."""
+        return self.mlp_only is None or not self.mlp_only[layer]
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether the layer has an MLP or experts."""
+        return self.mlp_only is None or self.mlp_only[layer]
 
     @property
     def has_state(self) -> bool:
@@ -311,6 +321,12 @@ class ModelSpec:
             case NormPlacement.PARALLEL_NORMS:
                 return "input_layernorm", None, "post_attention_layernorm", None
 
+    def norms_of(self, layer: int) -> tuple[str | None, str | None, str | None, str | None]:
+        """Returns ``layer_norms``, or the only norm that the layer has, in its place."""
+        if self.mlp_only is None:
+            return self.layer_norms
+        return (None, None, "norm", None) if self.mlp_only[layer] else ("norm", None, None, None)
+
     @property
     def is_parallel(self) -> bool:
         """Whether a layer's MLP does not see the output of its attention."""
@@ -329,33 +345,35 @@ class ModelSpec:
 
     def _layer_tensors(self, layer: int) -> Iterator[NamedShape]:
         hidden, sizes = self.hidden_size, self.at(layer)
-        for norm in self.layer_norms:
+        for norm in self.norms_of(layer):
             if norm is not None:
                 yield from self._norm(norm)
         mixer = self.recurrent[layer]
-        yield from self._attention_tensors(layer) if mixer is None else mixer_tensors(mixer, hidden)
+        if self.has_mixer(layer):
+            yield from self._attention_tensors(layer) if mixer is None else mixer_tensors(mixer, hidden)
         if self.layer_inputs is not None:
             yield "per_layer_input_gate.weight", (self.layer_inputs.size, hidden)
             yield "per_layer_projection.weight", (hidden, self.layer_inputs.size)
             yield from self._norm("post_per_layer_input_norm")
         if self.layer_scalars:
             yield "layer_scalar", (1,)
-        if not self.has_experts(layer) or (self.experts is not None and self.experts.beside_mlp):
-            yield from _mlp("mlp", hidden, sizes.intermediate_size, self.mlp_bias, self.gated_mlp)
+        beside_mlp = self.experts is not None and self.experts.beside_mlp
+        if self.has_mlp(layer) and (beside_mlp or not self.has_experts(layer)):
+            yield from mlp_tensors("mlp", hidden, sizes.intermediate_size, self.mlp_bias, self.gated_mlp)
         if self.has_experts(layer):
             yield from self._expert_tensors()
 
     def _attention_tensors(self, layer: int) -> Iterator[NamedShape]:
         sizes = self.at(layer)
         for name, rows in self.qkv_rows(layer).items():
-            yield from _linear(f"self_attn.{name}", rows, self.qkv_columns, self.qkv_bias)
+            yield from linear_tensors(f"self_attn.{name}", rows, self.qkv_columns, self.qkv_bias)
         if self.qk_norm not in (QkNorm.NONE, QkNorm.UNWEIGHTED):
             names = ("q_norm", "k_norm") if self.has_kv(layer) else ("q_norm",)
             for name, shape in zip(names, sizes.qk_norm_shapes, strict=False):
                 yield f"self_attn.{name}.weight", shape
         if self.sinks:
             yield "self_attn.sinks", (self.num_heads,)
-        yield from _linear("self_attn.o_proj", self.hidden_size, sizes.query_size, self.output_bias)
+        yield from linear_tensors("self_attn.o_proj", self.hidden_size, sizes.query_size, self.output_bias)
 
     def _expert_tensors(self) -> Iterator[NamedShape]:
         hidden = self.hidden_size
@@ -364,27 +382,15 @@ class ModelSpec:
             for norm in BESIDE_NORMS:
                 yield from self._norm(norm)
             yield "mlp.gate.per_expert_scale", (self.experts.num_experts,)
-        yield from _linear("mlp.gate", self.experts.num_experts, hidden, self.experts.biased)
+        yield from linear_tensors("mlp.gate", self.experts.num_experts, hidden, self.experts.biased)
         if self.experts.selection_bias:
             yield "mlp.gate.e_score_correction_bias", (self.experts.num_experts,)
         if self.experts.shared_size:
-            yield from _mlp("mlp.shared_expert", hidden, self.experts.shared_size, self.experts.biased)
+            yield from mlp_tensors("mlp.shared_expert", hidden, self.experts.shared_size, self.experts.biased)
         if self.experts.shared_gated:
             yield "mlp.shared_expert_gate.weight", (1, hidden)
         for expert in range(self.experts.num_experts):
-            yield from _mlp(f"mlp.experts.{expert}", hidden, self.experts.intermediate_size, self.experts.biased)
+            yield from mlp_tensors(f"mlp.experts.{expert}", hidden, self.experts.intermediate_size, self.experts.biased)
 
     def _norm(self, name: str) -> Iterator[NamedShape]:
         return ((f"{name}.{part}", (self.hidden_size,)) for part in self.norm_parts)
-
-
-def _linear(name: str, rows: int, columns: int, biased: bool) -> Iterator[NamedShape]:
-    yield f"{name}.weight", (rows, columns)
-    if biased:
-        yield f"{name}.bias", (rows,)
-
-
-def _mlp(name: str, hidden: int, inner: int, biased: bool, gated: bool = True) -> Iterator[NamedShape]:
-    for part in ("gate_proj", "up_proj") if gated else ("up_proj",):
-        yield from _linear(f"{name}.{part}", inner, hidden, biased)
-    yield from _linear(f"{name}.down_proj", hidden, inner, biased)

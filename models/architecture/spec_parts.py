@@ -1,7 +1,11 @@
 """The parts of a ``ModelSpec``: what differs between families of decoders, as data."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+
+NamedShape = tuple[str, tuple[int, ...]]
+"""A tensor's name and shape."""
 
 
 class Activation(Enum):
@@ -212,3 +216,17 @@ class Experts:
     beside_mlp: bool = False
     """Whether layers with experts have the MLP too: the sum is ``norm(mlp(norm(x))) + norm(experts(norm(x)))``, the
     router reads a third norm of x, and each expert's output has a factor of its own."""
+
+
+def linear_tensors(name: str, rows: int, columns: int, biased: bool) -> Iterator[NamedShape]:
+    """Yields the tensors of a linear."""
+    yield f"{name}.weight", (rows, columns)
+    if biased:
+        yield f"{name}.bias", (rows,)
+
+
+def mlp_tensors(name: str, hidden: int, inner: int, biased: bool, gated: bool = True) -> Iterator[NamedShape]:
+    """Yields the tensors of an MLP."""
+    for part in ("gate_proj", "up_proj") if gated else ("up_proj",):
+        yield from linear_tensors(f"{name}.{part}", inner, hidden, biased)
+    yield from linear_tensors(f"{name}.down_proj", hidden, inner, biased)

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.registry import spec_from_config
-from penstock.models.architecture.spec import ModelSpec, NamedShape
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import NamedShape
 from penstock.models.checkpoint.checkpoint import read_entries, read_json
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
