@@ -101,6 +101,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+TYPICAL = ("lfm2", "qwen3-next", "nemotron-h")
+"""A variant of each kind of mixer."""
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 
 
@@ -239,6 +241,15 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory, build_model: Callable[..., 
 @pytest.fixture(scope="session", params=list(VARIANTS))
 def any_hybrid(request: pytest.FixtureRequest, hybrid: Callable[[str], Any]) -> Any:
     """Every variant in turn."""
+    return hybrid(request.param)
+
+
+@pytest.fixture(
+    scope="session",
+    params=[name if name in TYPICAL else pytest.param(name, marks=pytest.mark.soak) for name in VARIANTS],
+)
+def typical_hybrid(request: pytest.FixtureRequest, hybrid: Callable[[str], Any]) -> Any:
+    """Each of ``TYPICAL`` in turn, and in the soak tests every variant."""
     return hybrid(request.param)
 
 
