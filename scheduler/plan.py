@@ -95,8 +95,8 @@ class AddedRow(msgspec.Struct, array_like=True, gc=False):
     state_slot: int = NO_SLOT
     """The slot of its recurrent state; ``NO_SLOT`` if the model has none."""
     state_source: int = NO_SLOT
-    """The slot with the state after ``num_computed`` tokens, which is copied to ``state_slot`` first; ``NO_SLOT``:
-    ``num_computed`` is 0, and the state begins with zeros."""
+    """The slot with the state after ``num_computed`` tokens, which is copied to ``state_slot`` first; perhaps they are
+    the same. ``NO_SLOT``: ``num_computed`` is 0, and the state begins with zeros."""
 
 
 class RowBlocks(msgspec.Struct, array_like=True, gc=False):

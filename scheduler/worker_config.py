@@ -19,6 +19,8 @@ class DraftMethod(Enum):
     """A small model with the same tokenizer."""
     EAGLE3 = "eagle3"
     """A head on the model's own hidden states."""
+    MTP = "mtp"
+    """The head for multi-token prediction in the model's own checkpoint."""
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

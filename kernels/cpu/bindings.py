@@ -108,7 +108,7 @@ class KvLayout(Structure):
     """The layout of a KV page."""
 
     _fields_ = (("format", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("head_bytes", c_int64),
-                ("page_bytes", c_int64))  # fmt: skip
+                ("page_bytes", c_int64), ("is_latent", c_int32))  # fmt: skip
 
 
 class PagedAttention(Structure):

@@ -64,6 +64,16 @@ class PackedMlp(Structure):
     _fields_ = (("gate_up", PackedLinear), ("down", PackedLinear))
 
 
+class Latent(Structure):
+    """What latent attention has besides the layer's first linears and its output. Without a rank, there is none."""
+
+    _fields_ = (
+        ("rank", c_int32), ("rotary", c_int32), ("unrotated", c_int32), ("value_size", c_int32), ("norm_eps", c_float),
+        ("norm", c_void_p), ("query_norm", c_void_p), ("query", PackedLinear), ("absorb", c_void_p),
+        ("expand", c_void_p),
+    )  # fmt: skip
+
+
 class RecurrentKind(IntEnum):
     """The recurrent mixer of a layer."""
 
@@ -99,7 +109,7 @@ class DecoderLayer(Structure):
         ("router_norm", Norm), ("expert_norm", Norm), ("expert_post_norm", Norm), ("router", PackedLinear),
         ("experts", c_void_p), ("selection_bias", c_void_p), ("expert_scales", c_void_p), ("shared", PackedMlp),
         ("shared_gate", PackedLinear), ("input_gate", PackedLinear), ("input_projection", PackedLinear),
-        ("input_norm", Norm), ("scalar", c_float),
+        ("input_norm", Norm), ("scalar", c_float), ("latent", Latent),
     )  # fmt: skip
 
 
@@ -125,7 +135,7 @@ class DecoderModel(Structure):
         ("position_table", c_void_p), ("position_offset", c_int32), ("input_size", c_int32),
         ("input_vocab_size", c_int32), ("input_embedding_scale", c_float), ("input_embedding", c_void_p),
         ("input_linear", PackedLinear), ("input_linear_norm", Norm),
-        ("fc", PackedLinear), ("head", PackedLinear), ("norm", Norm),
+        ("fc", PackedLinear), ("embedding_norm", Norm), ("hidden_norm", Norm), ("head", PackedLinear), ("norm", Norm),
         ("layers", c_void_p), ("ropes", c_void_p), ("pages", c_void_p), ("page_bytes", c_int64), ("states", c_void_p),
         ("state_floats", c_int64),
     )  # fmt: skip

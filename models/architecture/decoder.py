@@ -35,7 +35,8 @@ PLAIN_ACTIVATIONS = ACTIVATIONS | {"relu": Activation.RELU, "relu2": Activation.
 _OLD_FULL = "attention"
 """The name of full attention in older configs."""
 
-_GEMMA_ONLY: dict[str, Any] = {
+_RARE: dict[str, Any] = {
+    "latent": None,
     "intermediate_sizes": None,
     "unwindowed": None,
     "value_norm": False,
@@ -43,7 +44,7 @@ _GEMMA_ONLY: dict[str, Any] = {
     "layer_inputs": None,
     "layer_scalars": False,
 }
-"""The fields that only Gemma uses, with their values in other families."""
+"""The fields that only Gemma uses, or models with latent attention, with their values in other families."""
 
 Windows = tuple[int | None, ...]
 
@@ -127,7 +128,7 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         head_bias=False,
         experts=None,
         tied_embeddings=fields.flag("tie_word_embeddings", defaults.tied_embeddings),
-        **_GEMMA_ONLY,
+        **_RARE,
     )
 
 

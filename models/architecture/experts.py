@@ -109,7 +109,7 @@ def glm4_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
     through; the first layers have none."""
     defaults = Defaults(max_positions=131072, kv_heads=8, norm_eps=1e-5, read_rope=partial(read_rope, default_part=0.5))
     spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
-    experts = _grouped_experts(fields, num_experts=128, per_token=8, first=1, shared=1, normalise=True)
+    experts = read_grouped_experts(fields, num_experts=128, per_token=8, first=1, shared=1, normalise=True)
     return replace(
         spec,
         qkv_bias=fields.flag("attention_bias", False),
@@ -124,7 +124,7 @@ def dots1(fields: HfConfigReader, architecture: str) -> ModelSpec:
     window, first = read_window(fields, 4096), fields.integer("max_window_layers", 0, MAX_POSITIONS, 62)
     windows = windows_by_type(fields, window, lambda layer: window is not None and layer >= first)
     spec = read_decoder(fields, architecture, windows, Defaults(max_positions=2048, kv_heads=32))
-    experts = _grouped_experts(fields, num_experts=None, per_token=None, first=0, shared=None, normalise=False)
+    experts = read_grouped_experts(fields, num_experts=None, per_token=None, first=0, shared=None, normalise=False)
     return replace(with_biases(spec, fields), qk_norm=QkNorm.HEAD, experts=experts)
 
 
@@ -140,12 +140,12 @@ def solar_open(fields: HfConfigReader, architecture: str) -> ModelSpec:
         read_rope=partial(read_rope, default_theta=1e6),
     )
     spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
-    experts = _grouped_experts(fields, num_experts=128, per_token=8, first=0, shared=1, normalise=True, inner=1280)
+    experts = read_grouped_experts(fields, num_experts=128, per_token=8, first=0, shared=1, normalise=True, inner=1280)
     experts = replace(experts, layers=(True,) * spec.num_layers)
     return replace(spec, qkv_bias=fields.flag("attention_bias", False), experts=experts)
 
 
-def _grouped_experts(
+def read_grouped_experts(
     fields: HfConfigReader,
     *,
     num_experts: int | None,
@@ -154,6 +154,9 @@ def _grouped_experts(
     shared: int | None,
     normalise: bool,
     inner: int = 1408,
+    groups: int = 1,
+    groups_per_token: int = 1,
+    scale: float = 1.0,
 ) -> Experts:
     """DeepSeek V3's experts, which are chosen from the best groups by sigmoid plus bias, beside shared ones. The
     arguments are the family's defaults; None: the field is required."""
@@ -161,11 +164,11 @@ def _grouped_experts(
     inner = fields.integer("moe_intermediate_size", 1, MAX_SIZE, inner)
     name = "num_local_experts" if "num_local_experts" in fields else "n_routed_experts"
     experts = read_experts(fields, name, num_experts, per_token, inner)
-    groups = fields.integer("n_group", 1, experts.num_experts, 1)
+    groups = fields.integer("n_group", 1, experts.num_experts, groups)
     # A group's score is the sum of its two best experts.
     if groups > 1 and (experts.num_experts % groups or experts.num_experts < 2 * groups):
         raise fields.wrong("n_group", f"must divide {experts.num_experts} experts into groups of at least 2")
-    groups_per_token = fields.integer("topk_group", 1, groups, 1)
+    groups_per_token = fields.integer("topk_group", 1, groups, groups_per_token)
     if experts.per_token > groups_per_token * (experts.num_experts // groups):
         raise fields.wrong("topk_group", f"must be enough groups for {experts.per_token} experts per token")
     return replace(
@@ -176,7 +179,7 @@ def _grouped_experts(
         selection_bias=True,
         num_groups=groups,
         groups_per_token=groups_per_token,
-        scale=fields.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
+        scale=fields.number("routed_scaling_factor", 1e-6, 1e6, scale),
         shared_size=inner * fields.integer("n_shared_experts", 1, 64, shared),
     )
 

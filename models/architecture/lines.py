@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 _STATE = "recurrent state is not supported"
-_LATENT = "latent attention is not supported"
+_SPARSE = "sparse attention is not supported"
 _CODE = "their code is not part of transformers"
 
 
@@ -87,11 +87,20 @@ LINES = (
         has_template=False,
     ),
     ModelLine("gpt-oss", ("GptOssForCausalLM",)),
-    ModelLine("DeepSeek V3, V3.1, R1, V3.2, V4", (), _LATENT),
+    ModelLine(
+        "DeepSeek V2, V2.5, Coder V2, V3, V3.1, R1, V3.2, V4",
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+        f"V3.2 and V4: {_SPARSE}",
+    ),
+    ModelLine(
+        "Kimi K2, Moonlight",
+        ("DeepseekV3ForCausalLM",),
+        "K2.5 and later: their wrapper is not supported; tiktoken.model is not read: convert it to tokenizer.json",
+    ),
     ModelLine(
         "GLM-4-9B, GLM-4-0414, GLM-4.5 and later",
-        ("GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"),
-        f"GLM-5: {_LATENT}",
+        ("GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"),
+        f"GLM-5: {_SPARSE}",
     ),
     ModelLine("dots.llm1", ("Dots1ForCausalLM",)),
     ModelLine("Solar Open", ("SolarOpenForCausalLM",)),
@@ -130,7 +139,7 @@ LINES = (
         ("CohereForCausalLM", "Cohere2ForCausalLM", "Cohere2VisionForConditionalGeneration"),
     ),
     ModelLine(
-        "Hunyuan, ERNIE 4.5, Seed-OSS, Arcee, Apertus, MiniCPM, MiniMax-01 and M1, MiMo, Kimi",
+        "Hunyuan, ERNIE 4.5, Seed-OSS, Arcee, Apertus, MiniCPM, MiniMax-01 and M1, MiMo",
         (
             "HunYuanDenseV1ForCausalLM",
             "HunYuanMoEV1ForCausalLM",
@@ -139,7 +148,7 @@ LINES = (
             "ArceeForCausalLM",
         ),
         "Apertus and ERNIE's MoE models: only by the backend transformers; "
-        f"MiniCPM and MiMo: {_CODE}; MiniMax-01 and M1: {_STATE}; Kimi: {_LATENT}",
+        f"MiniCPM and MiMo: {_CODE}; MiniMax-01 and M1: {_STATE}",
     ),
     ModelLine("Yi-1.5, DeepSeek-coder (first), Hermes, Zephyr, SOLAR", ("LlamaForCausalLM", "MistralForCausalLM")),
     ModelLine(
@@ -239,6 +248,9 @@ PLAIN_ON_CUDA = frozenset(
 
 NOT_ON_CUDA = frozenset(
     {
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Glm4MoeLiteForCausalLM",
         "GraniteMoeHybridForCausalLM",
         "Lfm2ForCausalLM",
         "Lfm2MoeForCausalLM",
@@ -250,7 +262,8 @@ NOT_ON_CUDA = frozenset(
         "Qwen3_5MoeForConditionalGeneration",
     }
 )
-"""The architectures that the CUDA backend does not run: those with recurrent layers."""
+"""The architectures that the CUDA backend does not have, those with latent attention or recurrent layers: on a GPU,
+plain torch computes them."""
 
 COLUMNS = ("line", "architectures", "GGUF", "on cuda", "tools, reasoning", "not served")
 
@@ -265,8 +278,9 @@ def matrix() -> list[tuple[str, ...]]:
         if plain:
             on_cuda = "partly plain torch"
             on_cuda += f": {', '.join(plain)}" if len(plain) < len(line.architectures) else ""
-        if absent := [name for name in line.architectures if name in NOT_ON_CUDA]:
-            on_cuda = f"{on_cuda}; not {', '.join(absent)}" if len(absent) < len(line.architectures) else "no"
+        if missing := [name for name in line.architectures if name in NOT_ON_CUDA]:
+            others = f"{on_cuda}; on the backend reference: {', '.join(missing)}"
+            on_cuda = others if len(missing) < len(line.architectures) else "on the backend reference"
         served = (on_cuda, tools) if line.architectures else ("", "")
         rows.append((line.name, ", ".join(line.architectures), ", ".join(files), *served, line.left_out))
     return rows

@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.models.architecture import experts, gemma, layer_norm, llama
+from penstock.models.architecture import experts, gemma, latent, layer_norm, llama
 from penstock.models.architecture.decoder import Family, read_layer_types
 from penstock.models.architecture.foreign import foreign_spec
 from penstock.models.architecture.hf_config import HfConfigReader
@@ -13,7 +13,15 @@ from penstock.models.architecture.rope_config import CHUNKED, FULL, SLIDING
 from penstock.models.architecture.spec import ModelSpec
 
 FAMILIES: dict[str, Family] = dict(
-    sorted({**experts.FAMILIES, **gemma.FAMILIES, **layer_norm.FAMILIES, **llama.FAMILIES}.items())
+    sorted(
+        {
+            **experts.FAMILIES,
+            **gemma.FAMILIES,
+            **latent.FAMILIES,
+            **layer_norm.FAMILIES,
+            **llama.FAMILIES,
+        }.items()
+    )
 )
 """The function that reads the config of each architecture."""
 

@@ -12,6 +12,7 @@ from penstock.models.architecture.spec_parts import (
     Activation,
     AttentionSizes,
     Experts,
+    LatentAttention,
     LayerInputs,
     NamedShape,
     NormKind,
@@ -57,7 +58,10 @@ class ModelSpec:
     """The numbers of the checkpoint's layers that are not part of the decoder. The others are numbered without gaps."""
     num_heads: int
     num_kv_heads: int
+    """With latent attention 1: all query heads attend to the vector that is cached."""
     head_dim: int
+    latent: LatentAttention | None
+    """None: each KV head has keys and values."""
     unwindowed: AttentionSizes | None
     """The sizes in layers without a window, if they differ from those in the others."""
     recurrent: tuple[RecurrentMixer | None, ...]
@@ -154,9 +158,19 @@ class ModelSpec:
         return self.hidden_size
 
     @property
+    def output_columns(self) -> int:
+        """Input columns of the output projection: the values of all query heads."""
+        return self.query_size if self.latent is None else self.num_heads * self.latent.v_head_dim
+
+    @property
     def head_rows(self) -> int:
         """Rows of the output head."""
         return self.vocab_size
+
+    @property
+    def has_head(self) -> bool:
+        """Whether there is an output head."""
+        return True
 
     @property
     def has_table(self) -> bool:
@@ -213,8 +227,10 @@ class ModelSpec:
         return self.unwindowed is not None and self.unwindowed.values_are_keys and self.windows[layer] is None
 
     def qkv_rows(self, layer: int) -> dict[str, int]:
-        """Returns the layer's linears of queries, keys, values and the gate, as many as it has, with their
-        numbers of rows."""
+        """Returns the layer's linears of queries, keys, values and the gate, as many as it has, with their numbers of
+        rows."""
+        if self.latent is not None:
+            return self.latent.first_rows(self.num_heads)
         sizes = self.at(layer)
         if not self.has_kv(layer):
             return {"q_proj": sizes.query_size}
@@ -223,15 +239,16 @@ class ModelSpec:
         return {"q_proj": sizes.query_size, "k_proj": sizes.kv_size, **values, **gate}
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Returns the bytes that one position's keys and values take, over all layers."""
+        """Returns the bytes that one position's keys and values take, or its latents, over all layers."""
         groups = self.layers_by_kv_sizes().items()
-        return 2 * element_bytes * sum(heads * size * len(layers) for (heads, size), layers in groups)
+        vectors = 2 if self.latent is None else 1
+        return vectors * element_bytes * sum(heads * size * len(layers) for (heads, size), layers in groups)
 
     def divided(self, num_ranks: int) -> "ModelSpec":
         """The part of the model that each of ``num_ranks`` ranks computes: its share of the heads and of the inner
         columns of MLP and experts, and everything else in full. Raises ModelError if they cannot be divided equally.
         """
-        wholes = {"key and value heads": self.num_kv_heads}
+        wholes = {"key and value heads" if self.latent is None else "latent for all heads": self.num_kv_heads}
         experts = self.experts
         if self.unwindowed is not None:
             wholes["key and value heads of layers without a window"] = self.unwindowed.num_kv_heads
@@ -304,28 +321,12 @@ class ModelSpec:
     @property
     def layer_norms(self) -> tuple[str | None, str | None, str | None, str | None]:
         """Names of a layer's norms: before and after attention, before and after the MLP; None where there is none."""
-        match self.norm_placement:
-            case NormPlacement.PRE:
-                return "input_layernorm", None, "post_attention_layernorm", None
-            case NormPlacement.BOTH:
-                return (
-                    "input_layernorm",
-                    "post_attention_layernorm",
-                    "pre_feedforward_layernorm",
-                    "post_feedforward_layernorm",
-                )
-            case NormPlacement.POST:
-                return None, "post_attention_layernorm", None, "post_feedforward_layernorm"
-            case NormPlacement.PARALLEL:
-                return "input_layernorm", None, None, None
-            case NormPlacement.PARALLEL_NORMS:
-                return "input_layernorm", None, "post_attention_layernorm", None
+        return self.norm_placement.norms
 
     def norms_of(self, layer: int) -> tuple[str | None, str | None, str | None, str | None]:
         """Returns ``layer_norms``, or the only norm that the layer has, in its place."""
-        if self.mlp_only is None:
-            return self.layer_norms
-        return (None, None, "norm", None) if self.mlp_only[layer] else ("norm", None, None, None)
+        only = (None, None, "norm", None) if self.has_mlp(layer) else ("norm", None, None, None)
+        return self.layer_norms if self.mlp_only is None else only
 
     @property
     def is_parallel(self) -> bool:
@@ -367,13 +368,16 @@ class ModelSpec:
         sizes = self.at(layer)
         for name, rows in self.qkv_rows(layer).items():
             yield from linear_tensors(f"self_attn.{name}", rows, self.qkv_columns, self.qkv_bias)
+        if self.latent is not None:
+            for name, shape in self.latent.latent_tensors(self.num_heads).items():
+                yield f"self_attn.{name}", shape
         if self.qk_norm not in (QkNorm.NONE, QkNorm.UNWEIGHTED):
             names = ("q_norm", "k_norm") if self.has_kv(layer) else ("q_norm",)
             for name, shape in zip(names, sizes.qk_norm_shapes, strict=False):
                 yield f"self_attn.{name}.weight", shape
         if self.sinks:
             yield "self_attn.sinks", (self.num_heads,)
-        yield from linear_tensors("self_attn.o_proj", self.hidden_size, sizes.query_size, self.output_bias)
+        yield from linear_tensors("self_attn.o_proj", self.hidden_size, sizes.output_columns, self.output_bias)
 
     def _expert_tensors(self) -> Iterator[NamedShape]:
         hidden = self.hidden_size

@@ -39,7 +39,8 @@ class Batch:
     masks: GrammarBitmasks | None = None
     """None if no sampled position has a grammar."""
     feature_layers: tuple[int, ...] = ()
-    """The layers whose input hidden states are returned for all tokens."""
+    """The layers whose input hidden states are returned for all tokens. The number of layers stands for those after the
+    last norm."""
     states: Sequence[StateStep] = ()
     """How the step advances the rows' recurrent states: R entries, or none."""
 

@@ -176,8 +176,10 @@ def _internlm2(spec: ModelSpec) -> Wholes:
 
 
 _DEFAULT = Naming(renamed=(_SHARED_EXPERTS,), wholes=fused_experts)
+_WITH_DRAFT_LAYERS = Naming(renamed=(_SHARED_EXPERTS,), wholes=fused_experts, has_draft_layers=True)
 _NAMINGS = {
     **HYBRIDS,
+    "DeepseekV3ForCausalLM": _WITH_DRAFT_LAYERS,
     "ExaoneForCausalLM": Naming(
         prefixes=(
             ("transformer.h.", "model.layers."),
@@ -288,7 +290,8 @@ _NAMINGS = {
         ),
         wholes=_glm,
     ),
-    "Glm4MoeForCausalLM": Naming(renamed=(_SHARED_EXPERTS,), wholes=fused_experts, has_draft_layers=True),
+    "Glm4MoeForCausalLM": _WITH_DRAFT_LAYERS,
+    "Glm4MoeLiteForCausalLM": _WITH_DRAFT_LAYERS,
     "GlmForCausalLM": Naming(wholes=_glm),
     "GptOssForCausalLM": Naming(renamed=((r"mlp\.router\.", "mlp.gate."),), wholes=_gpt_oss),
     "GraniteMoeForCausalLM": Naming(renamed=((r"block_sparse_moe\.router\.layer\.", "mlp.gate."),), wholes=granite_moe),

@@ -147,9 +147,9 @@ class ServeConfig(HostFlags, AccessFlags):
         shown="2048; on the cpu backend, 64 to 256, for about 0.15 s",
     )  # fmt: skip
     speculative_config: str | None = flag(
-        None, 'speculative decoding, which never changes output; none, or a method: auto, ngram, suffix, draft_model '
-        'or eagle3, the last two with a "model"; other keys are as in vLLM, and num_speculative_tokens is a limit: '
-        'fewer are drafted if that is faster', metavar="none|JSON", is_json=True,
+        None, 'speculative decoding, which never changes output; none, or a method: auto, ngram, suffix, mtp, '
+        'draft_model or eagle3, the last two with a "model"; other keys are as in vLLM, and num_speculative_tokens is '
+        'a limit: fewer are drafted if that is faster', metavar="none|JSON", is_json=True,
         shown="auto: drafts where the text of a request repeats itself; none with several ranks",
     )  # fmt: skip
     enable_predictions: bool = flag(True, "draft from the outputs that requests predict, which never changes output")

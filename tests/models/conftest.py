@@ -15,7 +15,7 @@ from engines import Eager, EngineUnderTest, InProcessExecutor
 
 from penstock.kernels.reference import fused as reference_cuda
 from penstock.models.backends.cpu.loading import kv_format
-from penstock.models.backends.cpu.model import block_bytes
+from penstock.models.backends.cpu.sizes import block_bytes
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.executor import spawn
 from penstock.scheduler.config import SchedulerConfig
@@ -54,6 +54,7 @@ OWN_STEPS = (
     "gemma4-inputs",
     "gemma4-experts",
     "gpt-oss",
+    "deepseek-v3",
     "falcon7b",
     "gpt2",
     "smollm3",

@@ -8,8 +8,9 @@ from penstock.kernels.cpu.program import Library, Memory
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import context_of, shared_facts
 from penstock.models.backends.cpu.machine_limits import READ_BYTES, measure_limits
-from penstock.models.backends.cpu.model import CpuModel, StorageFormats, block_bytes, load_model, max_weight_bytes
+from penstock.models.backends.cpu.model import CpuModel, load_model
 from penstock.models.backends.cpu.recurrent import slot_floats
+from penstock.models.backends.cpu.sizes import StorageFormats, block_bytes, max_weight_bytes
 from penstock.models.backends.cpu.stage_limits import arithmetic
 from penstock.models.backends.cpu.weights import DummyTensors, FileTensors, Tensors, is_kept
 from penstock.models.backends.memory import CacheSizes, allocated, cache_sizes, check_weights_fit
@@ -207,11 +208,15 @@ def kv_format(config: WorkerConfig, info: CheckpointInfo, dtype: str) -> Storage
     """Returns the type of the KV cache of a model with activations in ``dtype``. Raises ModelError.
 
     Where this backend quantises the weights, ``auto`` is int8: that adds little to their error, and attention reads
-    half the bytes.
+    half the bytes. Latents are not quantised.
     """
     wanted = config.kv_cache_dtype
     if wanted not in ("auto", "int8", dtype):
         why = "is for the backend cuda" if wanted == "fp8" else f"the activations are in {dtype}"
         raise ModelError(f"--kv-cache-dtype {wanted}: {why}: give auto, {dtype} or int8")
+    if info.spec.latent is not None:
+        if wanted == "int8":
+            raise ModelError(f"--kv-cache-dtype int8: is not for latent attention: give auto or {dtype}")
+        return DTYPES[dtype]
     is_int8 = wanted == "int8" or (wanted == "auto" and info.at_load(config.quantization) is not None)
     return StorageFormat.INT8 if is_int8 else DTYPES[dtype]

@@ -2,12 +2,11 @@
 
 import ctypes
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.kernels.cpu.bindings import LANES, GemmActivation, Kernels, KvLayout, StorageFormat
+from penstock.kernels.cpu.bindings import GemmActivation, Kernels, StorageFormat
 from penstock.kernels.cpu.program import (
     DecoderLayer,
     DecoderModel,
@@ -23,20 +22,28 @@ from penstock.kernels.cpu.program import (
 from penstock.models.architecture import spec_parts as decoder
 from penstock.models.architecture.rope import attention_factor, inverse_frequencies
 from penstock.models.architecture.spec import BESIDE_NORMS, ModelSpec
+from penstock.models.backends.cpu.latent import add_latent
 from penstock.models.backends.cpu.recurrent import add_recurrent, slot_floats
+from penstock.models.backends.cpu.sizes import (
+    EMBEDDING,
+    HEAD,
+    LAYER_EMBEDDING,
+    LAYER_PROJECTION,
+    POSITIONS,
+    ROUTER,
+    SHARED_GATE,
+    StorageFormats,
+    kv_layouts,
+)
 from penstock.models.backends.cpu.weights import (
-    ALIGNMENT,
     Packer,
     Tensors,
-    group_made,
-    is_kept,
     narrowed,
-    stored_format,
     widened,
 )
 from penstock.models.backends.pipeline_parallel import ModelPart
-from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, EagleSpec
-from penstock.models.checkpoint.quantization.layout import QuantizedLinear
+from penstock.models.checkpoint.draft_head import FC, HeadSpec
+from penstock.models.checkpoint.mtp import EMBEDDING_NORM, MtpSpec
 from penstock.models.checkpoint.quantization.reader import QuantizationError
 from penstock.models.errors import ModelError
 
@@ -48,29 +55,6 @@ QK_NORMS = {
     decoder.QkNorm.ALL: QkNormKind.ALL,
     decoder.QkNorm.UNWEIGHTED: QkNormKind.HEAD,
 }
-
-EMBEDDING = "model.embed_tokens.weight"
-POSITIONS = "model.embed_positions.weight"
-LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
-LAYER_PROJECTION = "model.per_layer_model_projection"
-HEAD = "lm_head.weight"
-ROUTER = "mlp.gate"
-SHARED_GATE = "mlp.shared_expert_gate"
-
-ELEMENT_BYTES = {StorageFormat.F32: 4, StorageFormat.BF16: 2, StorageFormat.INT8: 1, StorageFormat.INT4: 1}
-"""The largest size of a weight."""
-
-
-@dataclass(frozen=True)
-class StorageFormats:
-    """The formats that a model is held in."""
-
-    weights: StorageFormat
-    """The format of the layers' products."""
-    head: StorageFormat
-    table: StorageFormat
-    """The format of an embedding that is not the head's matrix: F32 or BF16."""
-    kv: StorageFormat
 
 
 @dataclass(frozen=True)
@@ -93,65 +77,6 @@ class CpuModel:
         model.pages, model.states = pages.address, states and states.address
         self.library.loaded()
         return self.library.program(model)
-
-
-def kv_layouts(spec: ModelSpec, format: StorageFormat, part: ModelPart) -> list[tuple[KvLayout, int]]:
-    """Returns the layout of each layer's page, drawn in ``csrc/core/kernel_table.h``, and its offset from the page of
-    the part's first layer. A layer without keys of its own has the page of another one. All layers' pages of the same
-    tokens are adjacent, so that fresh memory is first used evenly over time, not for all layers at once."""
-    scales = 2 * LANES * 4 if format is StorageFormat.INT8 else 0
-    specs = {layer: spec.at(layer) for layer in part.layers}
-    heads = {
-        layer: 2 * (-(-sizes.head_dim // LANES) * LANES) * LANES * ELEMENT_BYTES[format] + scales
-        for layer, sizes in specs.items()
-    }
-    offsets: dict[int, int] = {}
-    page_bytes = 0
-    for layer, sizes in specs.items():
-        offsets[layer] = page_bytes if spec.kv_sources[layer] == layer else offsets[spec.kv_sources[layer]]
-        page_bytes += sizes.num_kv_heads * heads[layer] if spec.has_kv(layer) else 0
-    return [
-        (KvLayout(format, sizes.num_kv_heads, sizes.head_dim, heads[layer], page_bytes), offsets[layer])
-        for layer, sizes in specs.items()
-    ]
-
-
-def block_bytes(spec: ModelSpec, format: StorageFormat, block_size: int, part: ModelPart | None = None) -> int:
-    """Returns the size of a block of ``block_size`` tokens, a multiple of 16, in all layers of a part."""
-    (layout, _), *_ = kv_layouts(spec, format, part or ModelPart.whole(spec))
-    return int(layout.page_bytes) * (block_size // LANES)
-
-
-def max_weight_bytes(
-    spec: ModelSpec,
-    formats: StorageFormats,
-    quantized: Mapping[str, QuantizedLinear],
-    kernels: Kernels,
-    part: ModelPart | None = None,
-) -> int:
-    """Returns the most that the packed weights of a part need. They need little less: joining linears saves a panel at
-    most."""
-    total = 0
-    for name, shape in spec.tensors():
-        if part is not None and not part.has(name):
-            continue
-        if len(shape) != 2:
-            total += 4 * math.prod(shape)
-        elif name == LAYER_EMBEDDING or (name == EMBEDDING and not spec.tied_embeddings):
-            total += math.prod(shape) * ELEMENT_BYTES[formats.table]
-        elif name == POSITIONS:
-            total += math.prod(shape) * 4
-        else:
-            rows, columns = shape
-            kind = formats.head if name in (EMBEDDING, HEAD) else formats.weights
-            is_float = name.endswith((f"{ROUTER}.weight", f"{SHARED_GATE}.weight", "_norm.weight"))
-            kind, group = (StorageFormat.F32, 0) if is_float else (kind, group_made(kind))
-            linear = quantized.get(name.removesuffix(".weight"))
-            if linear is not None and is_kept(linear.scheme):
-                kind, group = stored_format(linear.scheme, columns)
-            total += -(-rows // LANES) * int(kernels.panel_bytes(kind, columns, group))
-        total += ALIGNMENT
-    return total
 
 
 def load_model(
@@ -181,32 +106,37 @@ def load_model(
     if part.has_ends:
         # The largest matrices go first: while a matrix is packed, its file's pages count as this process's memory.
         _add_ends(packer, spec, formats, model)
-    experts: list[object] = []
+    kept: list[object] = []
     layouts, rotations = kv_layouts(spec, formats.kv, part), spec.rotations
-    layers = (DecoderLayer * len(part.layers))(
-        *(_layer(packer, spec.at(index), index, experts) for index in part.layers)
-    )
+    layers = (DecoderLayer * len(part.layers))(*(_layer(packer, spec.at(index), index, kept) for index in part.layers))
     for layer, index, (layout, offset) in zip(layers, part.layers, layouts, strict=True):
         layer.kv, layer.kv_offset = layout, offset
         layer.rope = ropes.index(rotations[index])
     model.kernels = ctypes.pointer(kernels)
     model.num_ropes, model.ropes = len(ropes), ctypes.addressof(rope_array)
     model.layers = ctypes.addressof(layers)
-    if isinstance(spec, EagleSpec):
+    if isinstance(spec, HeadSpec):
         model.fc = packer.linear([FC], [spec.hidden_size], spec.fc_columns, False)
-        layers[0].hidden_norm = Norm(packer.vector(HIDDEN_NORM, spec.hidden_size))
+        hidden_norm = Norm(packer.vector(spec.hidden_norm, spec.hidden_size, spec.norm_offset))
+        if isinstance(spec, MtpSpec):
+            embedding_norm = Norm(packer.vector(EMBEDDING_NORM, spec.hidden_size, spec.norm_offset))
+            model.embedding_norm, model.hidden_norm = embedding_norm, hidden_norm
+        else:
+            layers[0].hidden_norm = hidden_norm
     tensors.done()
     used = packer.address - memory.address
     return CpuModel(
-        model, library, memory, used, packer.error, spec.num_parameters, (layers, rope_array, experts, packer.kept)
+        model, library, memory, used, packer.error, spec.num_parameters, (layers, rope_array, kept, packer.kept)
     )
 
 
 def _add_ends(packer: Packer, spec: ModelSpec, formats: StorageFormats, model: DecoderModel) -> None:
     """Packs what comes before the layers and after them."""
     hidden, wide = spec.hidden_size, formats.table is StorageFormat.F32
-    name = EMBEDDING if spec.tied_embeddings else HEAD
-    head = packer.linear([name.removesuffix(".weight")], [spec.head_rows], hidden, spec.head_bias, format=formats.head)
+    if spec.has_head:
+        name = (EMBEDDING if spec.tied_embeddings else HEAD).removesuffix(".weight")
+        head = packer.linear([name], [spec.head_rows], hidden, spec.head_bias, format=formats.head)
+        model.packed_embedding, model.head = head.parts[0], head
     if spec.has_table:
         model.embedding = packer.table(EMBEDDING, (spec.vocab_size, hidden), wide)
     if (positions := spec.position_table) is not None:
@@ -217,7 +147,6 @@ def _add_ends(packer: Packer, spec: ModelSpec, formats: StorageFormats, model: D
         model.input_embedding = packer.table(LAYER_EMBEDDING, (spec.layer_inputs.vocab_size, columns), wide)
         model.input_linear = packer.linear([LAYER_PROJECTION], [columns], hidden, False)
         model.input_linear_norm = Norm(packer.vector("model.per_layer_projection_norm.weight", size, spec.norm_offset))
-    model.packed_embedding, model.head = head.parts[0], head
     model.norm = _norm(packer, spec, "model.norm")
 
 
@@ -297,8 +226,8 @@ def _norm(packer: Packer, spec: ModelSpec, name: str | None, factor: float = 1.0
     return Norm(weight, packer.vector(f"{name}.bias", hidden) if "bias" in parts else None)
 
 
-def _layer(packer: Packer, spec: ModelSpec, index: int, experts: list[object]) -> DecoderLayer:
-    """Packs a layer. ``spec`` has its sizes."""
+def _layer(packer: Packer, spec: ModelSpec, index: int, kept: list[object]) -> DecoderLayer:
+    """Packs a layer. ``spec`` has its sizes; ``kept`` gets what has to live as long as the layer."""
     prefix = f"model.layers.{index}."
     hidden, mixer = spec.hidden_size, spec.recurrent[index]
     norms = [_norm(packer, spec, name and prefix + name) for name in spec.norms_of(index)]
@@ -316,6 +245,8 @@ def _layer(packer: Packer, spec: ModelSpec, index: int, experts: list[object]) -
     )
     if mixer is None and spec.has_mixer(index):
         _add_attention(packer, spec, index, f"{prefix}self_attn.", layer)
+        if spec.latent is not None:
+            add_latent(packer, spec, spec.latent, f"{prefix}self_attn.", layer, kept)
     elif mixer is not None:
         add_recurrent(packer, spec, index, mixer, layer)
     if spec.layer_inputs is not None:
@@ -327,7 +258,7 @@ def _layer(packer: Packer, spec: ModelSpec, index: int, experts: list[object]) -
     if spec.has_mlp(index) and (beside or not spec.has_experts(index)):
         layer.mlp = _mlp(packer, f"{prefix}mlp.", hidden, spec.intermediate_size, spec.mlp_bias, spec.gated_mlp)
     if spec.experts is not None and spec.has_experts(index):
-        _add_experts(packer, spec, spec.experts, prefix, layer, experts)
+        _add_experts(packer, spec, spec.experts, prefix, layer, kept)
     return layer
 
 
@@ -349,13 +280,13 @@ def _add_attention(packer: Packer, spec: ModelSpec, index: int, prefix: str, lay
     layer.values_are_keys = spec.values_are_keys(index)
     qkv = {f"{prefix}{name}": rows for name, rows in spec.qkv_rows(index).items()}
     layer.qkv = packer.linear(list(qkv), list(qkv.values()), spec.qkv_columns, spec.qkv_bias)
-    layer.output = packer.linear([f"{prefix}o_proj"], [spec.hidden_size], spec.query_size, spec.output_bias)
+    layer.output = packer.linear([f"{prefix}o_proj"], [spec.hidden_size], spec.output_columns, spec.output_bias)
 
 
 def _add_experts(
-    packer: Packer, spec: ModelSpec, kinds: decoder.Experts, prefix: str, layer: DecoderLayer, experts: list[object]
+    packer: Packer, spec: ModelSpec, kinds: decoder.Experts, prefix: str, layer: DecoderLayer, kept: list[object]
 ) -> None:
-    """Packs a layer's experts and its router."""
+    """Packs a layer's experts and its router; ``kept`` gets the experts."""
     hidden = spec.hidden_size
     if kinds.beside_mlp:
         layer.router_norm, layer.expert_norm, layer.expert_post_norm, layer.mlp_inner_norm = (
@@ -383,7 +314,7 @@ def _add_experts(
                 f"{prefix}mlp: its experts have input orders of their own (g_idx), though desc_act or actorder is off "
                 "in config.json: give --backend reference, or use a checkpoint without them"
             )
-    experts.append(array)
+    kept.append(array)
     layer.experts = ctypes.addressof(array)
 
 

@@ -156,7 +156,7 @@ class Packer:
         kind = self.format if format is None else format
         if all(part is None for part in quantized):
             sources = [self.tensors.rows(f"{name}.weight", (n, columns)) for name, n in zip(names, rows, strict=True)]
-            return _joined([self._float_matrix(sources, columns, biases, gated, kind)])
+            return _joined([self.float_matrix(sources, columns, biases, gated, kind)])
         codes = [part for part in quantized if part is not None]
         if len(codes) == len(names) and all(map(codes[0].is_alike, codes)):
             return _joined([self._codes_matrix(codes, biases, gated)])
@@ -164,14 +164,15 @@ class Packer:
         for name, part, n, bias in zip(names, quantized, rows, biases, strict=True):
             if part is None:
                 source = self.tensors.rows(f"{name}.weight", (n, columns))
-                parts.append(self._float_matrix([source], columns, [bias], False, kind))
+                parts.append(self.float_matrix([source], columns, [bias], False, kind))
             else:
                 parts.append(self._codes_matrix([part], [bias], False))
         return _joined(parts)
 
-    def _float_matrix(
+    def float_matrix(
         self, parts: list[Rows], columns: int, biases: Sequence[Floats | None], gated: bool, kind: StorageFormat
     ) -> Matrix:
+        """Packs the rows of parts as one matrix, stacked or in turns."""
         order = _order([len(part.array) for part in parts], gated)
         matrix = self.matrix(kind, len(order), columns, group_made(kind), _rearranged(biases, order))
         if len({(part.source, part.array.strides[1]) for part in parts}) > 1:  # a checkpoint in several dtypes

@@ -69,7 +69,7 @@ class CudaBackend:
         self.facts = facts
         self._spec = spec
         self._model = model
-        self.embedding = model.embedding
+        self.embedding, self.head, self.num_logits = model.embedding, model.head, model.num_logits
         self._memory = memory
         self._host_pages = host_pages
         self._device = model.device
@@ -200,6 +200,8 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
     dtype = _dtype_name(config, info)
     if dtype not in DTYPES:
         return f"--dtype is {config.dtype}, here {dtype}, and this backend has {', '.join(DTYPES)}: give one of them"
+    if spec.latent is not None:
+        return "it has latent attention, for which there are no kernels yet: give --backend reference, or leave it out"
     if config.block_size != PAGE_SLOTS:
         return f"--block-size is {config.block_size}, and pages hold {PAGE_SLOTS} tokens: give that"
     for size in {spec.at(layer).head_dim for layer in range(spec.num_layers)}:

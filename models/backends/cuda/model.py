@@ -65,7 +65,7 @@ class Hidden(NamedTuple):
     states: Tensor
     """(T, hidden), after the last norm."""
     features: Tensor
-    """(T, feature layers, hidden): the inputs of these layers."""
+    """(T, feature layers, hidden): the inputs of these layers, and the states for the number of layers."""
 
 
 class CudaModel:
@@ -89,9 +89,9 @@ class CudaModel:
         self._feature_layers = feature_layers
         self._parallel = parallel
         self._linears = linears
-        self._num_logits = shape.num_logits or shape.vocab_size
+        self.num_logits = shape.num_logits or shape.vocab_size
         self._weights = weights
-        self.embedding = weights.embedding
+        self.embedding, self.head = weights.embedding, weights.head
         self.device = weights.embedding.device
         self._dtype = weights.embedding.dtype
         self._embedding_scale = scale_of_embeddings(spec, self._dtype)
@@ -162,7 +162,10 @@ class CudaModel:
             if layer.inputs is not None or layer.scalar is not None:
                 self._end_layer(layer, x, delta, None if inputs is None else inputs[:, index])
                 delta, after = None, None
-        return Hidden(self._normed(x, delta, after, weights.norm), features)
+        states = self._normed(x, delta, after, weights.norm)
+        if spec.num_layers in self._feature_layers:
+            features[:, self._feature_layers.index(spec.num_layers)] = states
+        return Hidden(states, features)
 
     def changes(self) -> list[int]:
         """Returns the numbers of tokens of a step from which different kernels run."""
@@ -171,7 +174,7 @@ class CudaModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, hidden) -> (N, tokenizer's vocabulary): in the model's dtype, or in fp32 if they are capped."""
-        logits = self._parallel.gather_columns(self._weights.head(hidden), self._num_logits)
+        logits = self._parallel.gather_columns(self._weights.head(hidden), self.num_logits)
         if self._spec.logit_scale != 1.0:
             logits = logits * self._spec.logit_scale
         cap = self._spec.logit_soft_cap

@@ -14,6 +14,7 @@ from penstock.models.backends.base import context_of, shared_facts
 from penstock.models.backends.distributed import join
 from penstock.models.backends.memory import allocated, cache_sizes, check_weights_fit
 from penstock.models.backends.reference.attention_groups import AttentionGroup, attention_groups, grouped_attention
+from penstock.models.backends.reference.latent_attention import attend_to_latents
 from penstock.models.backends.tensor_parallel import TensorParallel
 from penstock.models.backends.torch_common.device import choose_dtype
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
@@ -64,13 +65,13 @@ class ReferenceBackend(PagedBackend):
         super().__init__(pages, host_pages, spec.vocab_size)
         self.facts = facts
         self._num_threads = num_threads
-        self._num_logits = num_logits
+        self.num_logits = num_logits
         self._parallel = parallel
         self.states = states
         self._small_step = SMALL_STEP // spec.num_parameters if spec.num_parameters < SMALL_MODEL else 0
         self._spec = spec
         self._weights = weights
-        self.embedding = weights.embedding
+        self.embedding, self.head = weights.embedding, weights.head
         self._specs = [spec.at(layer) for layer in range(spec.num_layers)]
         """The spec with each layer's sizes."""
         self._rotations = spec.rotations
@@ -133,10 +134,13 @@ class ReferenceBackend(PagedBackend):
                 x = layer.inputs(x, inputs[:, index])
             if layer.scalar is not None:
                 x = x * layer.scalar
-        return weights.norm(x)
+        x = weights.norm(x)
+        if spec.num_layers in batch.feature_layers:
+            features.append(x)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = upcast(self._parallel.gather_columns(self._weights.head(hidden), self._num_logits))
+        logits = upcast(self._parallel.gather_columns(self._weights.head(hidden), self.num_logits))
         logits = logits * self._spec.logit_scale
         return logits if self._spec.logit_soft_cap is None else soft_cap(logits, self._spec.logit_soft_cap)
 
@@ -155,6 +159,8 @@ def attend(
     """Computes one layer's attention and output projection, (T, hidden) -> (T, hidden): this rank's part of the sum.
     Writes the KV of every token if the layer has its own. ``spec`` has the layer's sizes. ``query_scale`` (T,) is a
     factor of each token's queries, where the layer has one."""
+    if layer.latent is not None:
+        return attend_to_latents(spec, pages, index, layer, layer.latent, x, rotation, slots, groups)
     has_kv = spec.has_kv(index)
     rotated = spec.query_size + (spec.kv_size if has_kv else 0)
     qkv = layer.qkv(x)

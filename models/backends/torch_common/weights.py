@@ -21,6 +21,14 @@ Linear = Layer
 
 
 @dataclass(frozen=True)
+class SharedWeights:
+    """Weights of another model that a head uses instead of its own; None where it has its own."""
+
+    embedding: Tensor | None = None
+    head: Linear | None = None
+
+
+@dataclass(frozen=True)
 class DenseLinear:
     """y = x W^T + b; ``weight`` is (out, in), ``bias`` (out,) or None."""
 
@@ -247,6 +255,22 @@ class LayerInputTable:
         return (projected + embedded.view_as(projected)) * 2**-0.5
 
 
+@dataclass(frozen=True)
+class LatentProjections:
+    """What latent attention needs besides the linears of the hidden state and of the output (see
+    ``LatentAttention``)."""
+
+    query_norm: RmsNorm | None
+    query: Linear | None
+    """Maps the latent of queries to all query heads. Both are given or neither."""
+    norm: RmsNorm
+    """The norm of the cached latent."""
+    keys: Tensor
+    """(heads, qk_nope_head_dim, kv_lora_rank): multiplied with queries from the left."""
+    values: Tensor
+    """(heads, v_head_dim, kv_lora_rank): multiplied with mixed latents from the right."""
+
+
 class LayerState(NamedTuple):
     """What a recurrent layer knows of B rows, in at least fp32."""
 
@@ -299,6 +323,8 @@ class LayerWeights:
     """The norm of values, (T, heads, head size)."""
     sinks: Tensor | None
     """(query heads,)."""
+    latent: LatentProjections | None
+    """With latent attention, rows of ``qkv`` are the cached vector, then all query heads or their latent."""
     output: Linear
     after_attention: Layer
     before_mlp: Layer

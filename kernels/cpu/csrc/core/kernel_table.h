@@ -78,15 +78,18 @@ struct GemmOutput {
 //   F32   K [D][16]          V [16][D]
 // BF16 K [D/2][16][2] V [8][D][2] (pairs of dimensions, pairs of tokens: the layout of the dot products)
 //   INT8  K [D/4][16][4]     V [4][D][4], then 16 float32 scales of keys and 16 of values
+// A page of latent attention holds no values: the keys are the values too, of one head that all query heads attend to.
+// Then kv_heads is the number of groups of query heads that are computed apart. INT8 is not for it.
 // BF16 and INT8 store the Hadamard transform of heads (core/hadamard.h), over the largest power of two that divides
-// their size. The first write to a page is to its slot 0 and zeroes its values, since the zero weight of a masked slot
-// needs finite values.
+// their size. The first write to a page is to its slot 0 and zeroes its values, or what is in their place, since the zero
+// weight of a masked slot needs finite values.
 struct KvLayout {
   Format format;
   int32_t kv_heads;
   int32_t head_dim;
   int64_t head_bytes;  // one head's keys and values in one page; a multiple of 64
   int64_t page_bytes;  // from one page to the next of the same layer
+  int32_t is_latent;
 };
 
 // One layer's attention over a batch of rows.

@@ -37,6 +37,21 @@ struct PackedMlp {
   PackedLinear gate_up, down;
 };
 
+// Latent attention (DeepSeek-V2, arXiv 2405.04434) in its absorbed form: all query heads attend to one vector for each
+// token, `rotary` dimensions and then a latent of `rank`. The layer's qkv computes it, and after it all query heads, or
+// the input of `query`, which does. A query head has `rotary` dimensions, and then `unrotated` ones, which `absorb` maps
+// to those of the latent. `expand` maps the weighted mean of latents to the head's value.
+struct Latent {
+  int32_t rank;  // 0: the layer has ordinary attention
+  int32_t rotary, unrotated, value_size;
+  float norm_eps;
+  const float* norm;        // (rank,): of the latent
+  const float* query_norm;  // of the input of `query`
+  PackedLinear query;       // or no parts
+  const Matrix* absorb;     // (num_heads,): each (rank, unrotated)
+  const Matrix* expand;     // (num_heads,): each (value_size, rank)
+};
+
 enum RecurrentKind : int32_t {
   RECURRENT_NONE = 0, RECURRENT_CONVOLUTION = 1, RECURRENT_DELTA_NET = 2, RECURRENT_MAMBA2 = 3
 };
@@ -63,7 +78,7 @@ struct Recurrent {
 struct DecoderLayer {
   // Norms before the sublayers and after them.
   Norm attention_norm, attention_post_norm, mlp_norm, mlp_post_norm;
-  // For a draft head: the input of qkv is the embedding after attention_norm and, beside it, x after this norm.
+  // For an EAGLE-3 head: the input of qkv is the embedding after attention_norm and, beside it, x after this norm.
   Norm hidden_norm;
   Norm query_norm, key_norm;  // (head_dim,), (heads, head_dim), or over all heads; or none
   Norm value_norm;            // (head_dim,)
@@ -92,6 +107,7 @@ struct DecoderLayer {
   PackedLinear input_gate, input_projection;
   Norm input_norm;
   float scalar;  // the factor of the layer's output
+  Latent latent;
 };
 
 struct DecoderModel {
@@ -130,6 +146,9 @@ struct DecoderModel {
   PackedLinear input_linear;
   Norm input_linear_norm;  // (input_size,)
   PackedLinear fc;           // for a draft head: from features to x; else no parts
+  // For an MTP head: the input of fc is instead the embedding after a norm and, beside it, features or hidden states
+  // after another; or none.
+  Norm embedding_norm, hidden_norm;
   // Only the first num_logits rows are multiplied, of a tied embedding that may have more. No parts: it is elsewhere.
   PackedLinear head;
   Norm norm;
@@ -183,7 +202,7 @@ struct Step {
   const int64_t* pooled;         // (num_pooled,) index in the batch
   const int64_t* pooled_starts;  // (num_vectors + 1,): vector i sums tokens [pooled_starts[i], pooled_starts[i + 1])
   float* const* vectors;         // (num_vectors,) of (hidden_size,)
-  // Features of every token: x before some of the layers.
+  // Features of every token: x before some of the layers; for the number of layers, x after the last norm.
   int32_t num_features;
   const int32_t* feature_layers;  // (num_features,)
   float* features;                // (T, num_features, hidden_size)
