@@ -246,11 +246,10 @@ PLAIN_ON_CUDA = frozenset(
 )
 """The architectures with parts for which the CUDA backend has no kernels."""
 
-NOT_ON_CUDA = frozenset(
+LATENT = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"})
+"""The architectures with latent attention."""
+RECURRENT = frozenset(
     {
-        "DeepseekV2ForCausalLM",
-        "DeepseekV3ForCausalLM",
-        "Glm4MoeLiteForCausalLM",
         "GraniteMoeHybridForCausalLM",
         "Lfm2ForCausalLM",
         "Lfm2MoeForCausalLM",
@@ -262,8 +261,9 @@ NOT_ON_CUDA = frozenset(
         "Qwen3_5MoeForConditionalGeneration",
     }
 )
-"""The architectures that the CUDA backend does not have, those with latent attention or recurrent layers: on a GPU,
-plain torch computes them."""
+"""The architectures with recurrent layers."""
+NOT_ON_CUDA = LATENT | RECURRENT
+"""The architectures that the CUDA backend does not have: on a GPU, plain torch computes them."""
 
 COLUMNS = ("line", "architectures", "GGUF", "on cuda", "tools, reasoning", "not served")
 

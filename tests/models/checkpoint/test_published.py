@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from penstock.models.architecture.lines import NOT_ON_CUDA, PLAIN_ON_CUDA
+from penstock.models.architecture.lines import LATENT, PLAIN_ON_CUDA
 from penstock.models.architecture.registry import FAMILIES, spec_from_config
 from penstock.models.architecture.spec_parts import NormKind, Scoring
 from penstock.models.checkpoint.checkpoint import check_checkpoint
@@ -68,7 +68,7 @@ def test_the_matrix_names_what_has_parts_without_kernels_on_cuda(variant_configs
     named = PLAIN_ON_CUDA & {spec.architecture for spec in specs}
     assert plain == named, "correct PLAIN_ON_CUDA in models/architecture/lines.py"
     latent = {spec.architecture for spec in specs if spec.latent is not None}
-    assert latent == NOT_ON_CUDA, "correct NOT_ON_CUDA in models/architecture/lines.py"
+    assert latent == LATENT, "correct LATENT in models/architecture/lines.py"
 
 
 @pytest.mark.parametrize(
