@@ -96,6 +96,7 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         recurrent=(None,) * len(windows),
+        mlp_only=None,
         kv_sources=tuple(range(len(windows))),
         max_positions=rope.max_positions,
         norm_kind=NormKind.RMS,

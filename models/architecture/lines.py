@@ -116,8 +116,9 @@ LINES = (
     ModelLine("Llama-3.1-Nemotron-70B, Nano-8B", ("LlamaForCausalLM",)),
     ModelLine(
         "Minitron, Nemotron-4, Nemotron-H, Nemotron 3, Super",
-        ("NemotronForCausalLM",),
-        f"Nemotron-H and 3: {_STATE}; Super (DeciLM): layers of different shapes are not supported",
+        ("NemotronForCausalLM", "NemotronHForCausalLM"),
+        "Nemotron 3: experts without a gate are not supported; Super (DeciLM): layers of different shapes are not "
+        "supported",
     ),
     ModelLine("EXAONE 3.5, EXAONE 4", ("ExaoneForCausalLM", "Exaone4ForCausalLM")),
     ModelLine("InternLM 2, 2.5, 3", ("InternLM2ForCausalLM", "InternLM3ForCausalLM")),
@@ -252,6 +253,7 @@ RECURRENT = frozenset(
         "GraniteMoeHybridForCausalLM",
         "Lfm2ForCausalLM",
         "Lfm2MoeForCausalLM",
+        "NemotronHForCausalLM",
         "Qwen3NextForCausalLM",
         "Qwen3_5ForCausalLM",
         "Qwen3_5ForConditionalGeneration",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.models.architecture.hf_config import HfConfigReader
+from penstock.models.architecture.spec_parts import NamedShape
 
 MAX_HEADS, MAX_SIZE, MAX_TAPS = 4096, 1 << 20, 64
 
@@ -172,7 +173,7 @@ RecurrentMixer = ShortConvolution | GatedDeltaNet | Mamba2
 """Those of all families. Their tensors have the names of most checkpoints."""
 
 
-def mixer_tensors(mixer: RecurrentMixer, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def mixer_tensors(mixer: RecurrentMixer, hidden_size: int) -> Iterator[NamedShape]:
     """Yields the name and shape of each of a mixer's tensors within its layer."""
     linears = {name: (rows, hidden_size) for name, rows in mixer.inputs.items()}
     linears[mixer.output] = (hidden_size, mixer.output_columns)
@@ -235,6 +236,26 @@ def read_mamba2(fields: HfConfigReader, hidden_size: int, eps: float) -> Mamba2:
     )
 
 
-def _check_silu(fields: HfConfigReader) -> None:
-    if fields.text("hidden_act", "silu") not in ("silu", "swish"):
-        raise fields.wrong("hidden_act", "must be silu in a model with these recurrent layers")
+def read_nemotrons_mamba2(fields: HfConfigReader, eps: float) -> Mamba2:
+    """Reads Nemotron-H's fields. Raises ModelError."""
+    heads = fields.integer("mamba_num_heads", 1, MAX_HEADS, 128)
+    groups = fields.integer("n_groups", 1, heads, 8)
+    if heads % groups:
+        raise fields.wrong("mamba_num_heads", f"must be a multiple of n_groups, {groups}")
+    _check_silu(fields, "mamba_hidden_act")
+    return Mamba2(
+        num_heads=heads,
+        head_size=fields.integer("mamba_head_dim", 1, MAX_SIZE, 64),
+        num_groups=groups,
+        state_size=fields.integer("ssm_state_size", 1, MAX_SIZE, 128),
+        taps=fields.integer("conv_kernel", 2, MAX_TAPS, 4),
+        biased=fields.flag("use_bias", False),
+        convolution_biased=fields.flag("use_conv_bias", True),
+        step_limits=(fields.number("time_step_min", 0.0, 1e6, 0.001), math.inf),
+        eps=eps,
+    )
+
+
+def _check_silu(fields: HfConfigReader, name: str = "hidden_act") -> None:
+    if fields.text(name, "silu") not in ("silu", "swish"):
+        raise fields.wrong(name, "must be silu in a model with these recurrent layers")

@@ -66,6 +66,8 @@ class ModelSpec:
     """The sizes in layers without a window, if they differ from those in the others."""
     recurrent: tuple[RecurrentMixer | None, ...]
     """The recurrent mixer of each layer, in place of attention; None: it has attention."""
+    mlp_only: tuple[bool, ...] | None
+    """If layers have one norm, and either a mixer or the MLP: whether each has the MLP. None: layers have both."""
     kv_sources: tuple[int, ...]
     """The layer whose keys and values each layer attends to: itself, or an earlier one with the same window and sizes.
     In the second case it computes none."""
@@ -200,7 +202,15 @@ class ModelSpec:
 
     def has_kv(self, layer: int) -> bool:
         """Whether the layer has keys and values of its own."""
-        return self.kv_sources[layer] == layer and self.recurrent[layer] is None
+        return self.kv_sources[layer] == layer and self.recurrent[layer] is None and self.has_mixer(layer)
+
+    def has_mixer(self, layer: int) -> bool:
+        """Whether the layer has attention or a recurrent mixer."""
+        return self.mlp_only is None or not self.mlp_only[layer]
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether the layer has an MLP or experts."""
+        return self.mlp_only is None or self.mlp_only[layer]
 
     @property
     def has_state(self) -> bool:
@@ -311,22 +321,12 @@ class ModelSpec:
     @property
     def layer_norms(self) -> tuple[str | None, str | None, str | None, str | None]:
         """Names of a layer's norms: before and after attention, before and after the MLP; None where there is none."""
-        match self.norm_placement:
-            case NormPlacement.PRE:
-                return "input_layernorm", None, "post_attention_layernorm", None
-            case NormPlacement.BOTH:
-                return (
-                    "input_layernorm",
-                    "post_attention_layernorm",
-                    "pre_feedforward_layernorm",
-                    "post_feedforward_layernorm",
-                )
-            case NormPlacement.POST:
-                return None, "post_attention_layernorm", None, "post_feedforward_layernorm"
-            case NormPlacement.PARALLEL:
-                return "input_layernorm", None, None, None
-            case NormPlacement.PARALLEL_NORMS:
-                return "input_layernorm", None, "post_attention_layernorm", None
+        return self.norm_placement.norms
+
+    def norms_of(self, layer: int) -> tuple[str | None, str | None, str | None, str | None]:
+        """Returns ``layer_norms``, or the only norm that the layer has, in its place."""
+        only = (None, None, "norm", None) if self.has_mlp(layer) else ("norm", None, None, None)
+        return self.layer_norms if self.mlp_only is None else only
 
     @property
     def is_parallel(self) -> bool:
@@ -346,18 +346,20 @@ class ModelSpec:
 
     def _layer_tensors(self, layer: int) -> Iterator[NamedShape]:
         hidden, sizes = self.hidden_size, self.at(layer)
-        for norm in self.layer_norms:
+        for norm in self.norms_of(layer):
             if norm is not None:
                 yield from self._norm(norm)
         mixer = self.recurrent[layer]
-        yield from self._attention_tensors(layer) if mixer is None else mixer_tensors(mixer, hidden)
+        if self.has_mixer(layer):
+            yield from self._attention_tensors(layer) if mixer is None else mixer_tensors(mixer, hidden)
         if self.layer_inputs is not None:
             yield "per_layer_input_gate.weight", (self.layer_inputs.size, hidden)
             yield "per_layer_projection.weight", (hidden, self.layer_inputs.size)
             yield from self._norm("post_per_layer_input_norm")
         if self.layer_scalars:
             yield "layer_scalar", (1,)
-        if not self.has_experts(layer) or (self.experts is not None and self.experts.beside_mlp):
+        beside_mlp = self.experts is not None and self.experts.beside_mlp
+        if self.has_mlp(layer) and (beside_mlp or not self.has_experts(layer)):
             yield from mlp_tensors("mlp", hidden, sizes.intermediate_size, self.mlp_bias, self.gated_mlp)
         if self.has_experts(layer):
             yield from self._expert_tensors()

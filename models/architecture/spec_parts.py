@@ -204,6 +204,26 @@ class NormPlacement(Enum):
     PARALLEL_NORMS = auto()
     """x += attention(norm(x)) + mlp(norm(x)), with two norms"""
 
+    @property
+    def norms(self) -> tuple[str | None, str | None, str | None, str | None]:
+        """Their names: before and after attention, before and after the MLP; None where there is none."""
+        match self:
+            case NormPlacement.PRE:
+                return "input_layernorm", None, "post_attention_layernorm", None
+            case NormPlacement.BOTH:
+                return (
+                    "input_layernorm",
+                    "post_attention_layernorm",
+                    "pre_feedforward_layernorm",
+                    "post_feedforward_layernorm",
+                )
+            case NormPlacement.POST:
+                return None, "post_attention_layernorm", None, "post_feedforward_layernorm"
+            case NormPlacement.PARALLEL:
+                return "input_layernorm", None, None, None
+            case NormPlacement.PARALLEL_NORMS:
+                return "input_layernorm", None, "post_attention_layernorm", None
+
 
 class QkNorm(Enum):
     """The norm of queries and keys."""

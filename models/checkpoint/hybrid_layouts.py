@@ -84,12 +84,30 @@ def _parts(rows: dict[str, NDArray[np.int64]], *columns: int) -> CombinedTensor:
 
 
 _QWEN = Naming(renamed=((r"mlp\.shared_experts\.", "mlp.shared_expert."),), wholes=_qwen3_next, left_out=("mtp.",))
+_NEMOTRON = Naming(
+    prefixes=tuple(
+        (base + old, new)
+        for base in ("backbone.", "model.")
+        for old, new in (
+            ("layers.", "model.layers."),
+            ("embeddings.", "model.embed_tokens."),
+            ("norm_f.", "model.norm."),
+        )
+    ),
+    renamed=(
+        (r"mixer\.([qkvo])_proj\.", r"self_attn.\1_proj."),
+        (r"mixer\.(up|down)_proj\.", r"mlp.\1_proj."),
+        (r"mixer\.", "mamba."),
+    ),
+    left_out=("mtp.",),
+)
 HYBRIDS = {
     "GraniteMoeHybridForCausalLM": Naming(
         renamed=((r"block_sparse_moe\.router\.(layer\.)?", "mlp.gate."),), wholes=_granite_hybrid
     ),
     "Lfm2ForCausalLM": Naming(prefixes=_LFM2_PREFIXES, renamed=_LFM2_NAMES),
     "Lfm2MoeForCausalLM": Naming(prefixes=_LFM2_PREFIXES, renamed=(*_LFM2_EXPERTS, *_LFM2_NAMES), wholes=_lfm2_moe),
+    "NemotronHForCausalLM": _NEMOTRON,
     "Qwen3NextForCausalLM": _QWEN,
     "Qwen3_5ForCausalLM": _QWEN,
     "Qwen3_5MoeForCausalLM": _QWEN,

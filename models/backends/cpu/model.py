@@ -230,7 +230,7 @@ def _layer(packer: Packer, spec: ModelSpec, index: int, kept: list[object]) -> D
     """Packs a layer. ``spec`` has its sizes; ``kept`` gets what has to live as long as the layer."""
     prefix = f"model.layers.{index}."
     hidden, mixer = spec.hidden_size, spec.recurrent[index]
-    norms = [_norm(packer, spec, name and prefix + name) for name in spec.layer_norms]
+    norms = [_norm(packer, spec, name and prefix + name) for name in spec.norms_of(index)]
     if spec.norm_placement is decoder.NormPlacement.PARALLEL:
         norms[2] = norms[0]
     layer = DecoderLayer(
@@ -243,18 +243,19 @@ def _layer(packer: Packer, spec: ModelSpec, index: int, kept: list[object]) -> D
         expert_norm=norms[2],
         scalar=packer.number(f"{prefix}layer_scalar") if spec.layer_scalars else 1.0,
     )
-    if mixer is None:
+    if mixer is None and spec.has_mixer(index):
         _add_attention(packer, spec, index, f"{prefix}self_attn.", layer)
         if spec.latent is not None:
             add_latent(packer, spec, spec.latent, f"{prefix}self_attn.", layer, kept)
-    else:
+    elif mixer is not None:
         add_recurrent(packer, spec, index, mixer, layer)
     if spec.layer_inputs is not None:
         size = spec.layer_inputs.size
         layer.input_gate = packer.linear([f"{prefix}per_layer_input_gate"], [size], hidden, False)
         layer.input_projection = packer.linear([f"{prefix}per_layer_projection"], [hidden], size, False)
         layer.input_norm = _norm(packer, spec, f"{prefix}post_per_layer_input_norm")
-    if spec.experts is None or not spec.has_experts(index) or spec.experts.beside_mlp:
+    beside = spec.experts is not None and spec.experts.beside_mlp
+    if spec.has_mlp(index) and (beside or not spec.has_experts(index)):
         layer.mlp = _mlp(packer, f"{prefix}mlp.", hidden, spec.intermediate_size, spec.mlp_bias, spec.gated_mlp)
     if spec.experts is not None and spec.has_experts(index):
         _add_experts(packer, spec, spec.experts, prefix, layer, kept)

@@ -112,7 +112,9 @@ class ReferenceBackend(PagedBackend):
                 features.append(x)
             before = layer.before_attention(x)
             sizes = self._specs[index]
-            if layer.recurrent is not None and self.states is not None:
+            if not spec.has_mixer(index):
+                mixed = torch.zeros_like(x)
+            elif layer.recurrent is not None and self.states is not None:
                 mixed = self.states.mix(index, layer.recurrent, before, batch)
             else:
                 turned = turns[self._rotations[index]]

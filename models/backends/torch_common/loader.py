@@ -41,6 +41,7 @@ from penstock.models.backends.torch_common.weights import (
     SharedWholeNorm,
     Weights,
     WholeNorm,
+    absent,
     num_bytes,
     round_to,
     unchanged,
@@ -211,10 +212,10 @@ def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
     prefix = f"model.layers.{layer}."
     attention = f"{prefix}self_attn."
     mixer, qkv = spec.recurrent[layer], spec.qkv_rows(layer)
-    attends = mixer is None
+    attends = mixer is None and spec.has_mixer(layer)
     qkv_names = tuple(f"{attention}{name}" for name in qkv)
     before_attention, after_attention, before_mlp, after_mlp = (
-        unchanged if name is None else fill.norm(prefix + name) for name in spec.layer_norms
+        unchanged if name is None else fill.norm(prefix + name) for name in spec.norms_of(layer)
     )
     return LayerWeights(
         before_attention=before_attention,
@@ -231,7 +232,7 @@ def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
         else unchanged,
         after_attention=after_attention,
         before_mlp=unchanged if spec.experts is not None and spec.experts.beside_mlp else before_mlp,
-        mlp=_load_feed_forward(fill, prefix, layer, before_mlp),
+        mlp=_load_feed_forward(fill, prefix, layer, before_mlp) if spec.has_mlp(layer) else absent,
         after_mlp=after_mlp,
         inputs=_load_layer_input(fill, prefix),
         scalar=fill.tensor(f"{prefix}layer_scalar", (1,)) if spec.layer_scalars else None,

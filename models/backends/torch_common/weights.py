@@ -301,6 +301,11 @@ def unchanged(x: Tensor) -> Tensor:
     return x
 
 
+def absent(x: Tensor) -> Tensor:
+    """Replaces the MLP of a layer that has none."""
+    return torch.zeros_like(x)
+
+
 @dataclass(frozen=True)
 class LayerWeights:
     """One layer."""

@@ -76,6 +76,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("Qwen3NextConfig", {**DELTA_NET, **EXPERTS, "mlp_only_layers": [0], "attention_bias": True}),
     "qwen3.5": ("Qwen3_5TextConfig", {**DELTA_NET, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3}),
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**DELTA_NET, **EXPERTS}),
+    "nemotron-h": (
+        "NemotronHConfig",
+        {
+            "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp"],
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 12,
+            "n_groups": 2,
+            "ssm_state_size": 24,
+            "mlp_bias": True,
+        },
+    ),
     "granite-hybrid": ("GraniteMoeHybridConfig", {**GRANITE, "num_local_experts": 0}),
     "granite-hybrid-experts-rope": (
         "GraniteMoeHybridConfig",
@@ -89,6 +101,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+TYPICAL = ("lfm2", "qwen3-next", "nemotron-h")
+"""A variant of each kind of mixer."""
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 
 
@@ -227,6 +241,15 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory, build_model: Callable[..., 
 @pytest.fixture(scope="session", params=list(VARIANTS))
 def any_hybrid(request: pytest.FixtureRequest, hybrid: Callable[[str], Any]) -> Any:
     """Every variant in turn."""
+    return hybrid(request.param)
+
+
+@pytest.fixture(
+    scope="session",
+    params=[name if name in TYPICAL else pytest.param(name, marks=pytest.mark.soak) for name in VARIANTS],
+)
+def typical_hybrid(request: pytest.FixtureRequest, hybrid: Callable[[str], Any]) -> Any:
+    """Each of ``TYPICAL`` in turn, and in the soak tests every variant."""
     return hybrid(request.param)
 
 

@@ -28,35 +28,35 @@ async def test_alone(any_hybrid, backend, with_slots, start_engine, prompts):
         check(any_hybrid, prompt, answer)
 
 
-async def test_batch_of_32_in_chunks_of_48(any_hybrid, backend, with_slots, start_engine, prompts):
-    executor = with_slots(any_hybrid.path, backend=backend)
+async def test_batch_of_32_in_chunks_of_48(typical_hybrid, backend, with_slots, start_engine, prompts):
+    executor = with_slots(typical_hybrid.path, backend=backend)
     engine = await start_engine(executor, enable_prefix_caching=False, max_num_batched_tokens=48)
     many = prompts * 4
     answers = await engine.run(many, GREEDY, NUM_TOKENS)
     assert max(len(plan.decodes) for plan in executor.plans) >= 24
     assert any(chunk.start > 0 for plan in executor.plans for chunk in plan.chunks)
     for prompt, answer in zip(many, answers, strict=True):
-        check(any_hybrid, prompt, answer)
+        check(typical_hybrid, prompt, answer)
 
 
-async def test_forced_preemption(any_hybrid, backend, with_slots, start_engine, prompts):
-    executor = with_slots(any_hybrid.path, backend=backend, num_blocks=16, max_model_len=200)
+async def test_forced_preemption(typical_hybrid, backend, with_slots, start_engine, prompts):
+    executor = with_slots(typical_hybrid.path, backend=backend, num_blocks=16, max_model_len=200)
     engine = await start_engine(executor, enable_prefix_caching=False)
     answers = await engine.run(prompts[3:], GREEDY, NUM_TOKENS)
     assert engine.stats.preemptions > 0
     for prompt, answer in zip(prompts[3:], answers, strict=True):
-        check(any_hybrid, prompt, answer)
+        check(typical_hybrid, prompt, answer)
 
 
-async def test_drafts(any_hybrid, backend, with_slots, start_engine, prompts):
-    engine = await start_engine(with_slots(any_hybrid.path, backend=backend), enable_prefix_caching=False)
+async def test_drafts(typical_hybrid, backend, with_slots, start_engine, prompts):
+    engine = await start_engine(with_slots(typical_hybrid.path, backend=backend), enable_prefix_caching=False)
     plain = await engine.run(prompts, GREEDY, 40)
     known = {tuple(prompt): answer.token_ids for prompt, answer in zip(prompts, plain, strict=True)}
-    engine = await start_engine(with_slots(any_hybrid.path, known, backend=backend), enable_prefix_caching=False)
+    engine = await start_engine(with_slots(typical_hybrid.path, known, backend=backend), enable_prefix_caching=False)
     answers = [engine.submit(prompt, GREEDY, 40, max_drafts=6) for prompt in prompts]
     await engine.finish(answers)
     for prompt, answer in zip(prompts, answers, strict=True):
-        check(any_hybrid, prompt, answer, 40)
+        check(typical_hybrid, prompt, answer, 40)
         told = answer.finished.speculation
         assert 0 < told.accepted < told.drafted
 

@@ -9,16 +9,16 @@ from penstock.scheduler.plan import NO_SLOT, AddedRow, Chunk, Decode, SamplingPa
 
 
 @pytest.fixture
-def play(any_hybrid, backend, rows):
+def play(typical_hybrid, backend, rows):
     """Rows of each model on each backend."""
-    return rows(any_hybrid.path, backend=backend)
+    return rows(typical_hybrid.path, backend=backend)
 
 
-def test_a_snapshot_inside_a_chunk_and_at_its_end(any_hybrid, play, check_greedy, prompt):
+def test_a_snapshot_inside_a_chunk_and_at_its_end(typical_hybrid, play, check_greedy, prompt):
     named = [StateSnapshot(0, 16, 5), StateSnapshot(0, 48, 6), StateSnapshot(0, 64, 7)]
     first = play.begin(play.row(0, prompt, slot=0), 40, 48, snapshots=named)
     truth = first.token_ids + play.decode(0, 11)
-    check_greedy(any_hybrid, prompt, truth)
+    check_greedy(typical_hybrid, prompt, truth)
     for number, (at, source) in enumerate(((16, 5), (48, 6), (64, 7)), start=1):
         result = play.begin(play.row(number, prompt, number, source, like=0, at=at))
         assert result.token_ids + play.decode(number, 11) == truth
@@ -27,20 +27,20 @@ def test_a_snapshot_inside_a_chunk_and_at_its_end(any_hybrid, play, check_greedy
     assert result.token_ids + play.decode(4, 11) == truth
 
 
-def test_a_snapshot_that_a_decoding_row_passes(any_hybrid, play, check_greedy, prompt):
+def test_a_snapshot_that_a_decoding_row_passes(typical_hybrid, play, check_greedy, prompt):
     truth = play.begin(play.row(0, prompt, slot=0)).token_ids
     truth += play.decode(0, 20, [StateSnapshot(0, 80, 6)])
-    check_greedy(any_hybrid, prompt, truth)
+    check_greedy(typical_hybrid, prompt, truth)
     longer = prompt + truth[:8]
     result = play.begin(play.row(1, longer, 1, 6, like=0, at=80))
     assert result.token_ids + play.decode(1, 5) == truth[8:14]
 
 
 @pytest.mark.parametrize("num_right", [0, 3, 4, 5, 8])
-def test_drafts_around_a_border(any_hybrid, play, check_greedy, prompt, num_right):
+def test_drafts_around_a_border(typical_hybrid, play, check_greedy, prompt, num_right):
     """The row is at position 75, and the border is at 80. What is saved there is the state of accepted tokens."""
     truth = play.begin(play.row(0, prompt, slot=0)).token_ids + play.decode(0, 24)
-    check_greedy(any_hybrid, prompt, truth)
+    check_greedy(typical_hybrid, prompt, truth)
     play.begin(play.row(1, prompt, slot=1))
     drafts = truth[1:9]
     if num_right < 8:
@@ -55,7 +55,7 @@ def test_drafts_around_a_border(any_hybrid, play, check_greedy, prompt, num_righ
     assert result.token_ids + play.decode(2, 5) == truth[9:15]
 
 
-def test_rows_with_drafts_chunks_and_single_tokens_in_one_step(any_hybrid, play, check_greedy, prompt):
+def test_rows_with_drafts_chunks_and_single_tokens_in_one_step(typical_hybrid, play, check_greedy, prompt):
     """A row that is dropped gives its slot to another in the same plan."""
     prompts = [prompt, prompt[:31], prompt[5:60], prompt[::-1]]
     answers = []
@@ -70,7 +70,7 @@ def test_rows_with_drafts_chunks_and_single_tokens_in_one_step(any_hybrid, play,
         answers[result.row] += result.token_ids
     for number, tokens in enumerate(prompts):
         answer = answers[number] + play.decode(number, 6)
-        check_greedy(any_hybrid, tokens, answer)
+        check_greedy(typical_hybrid, tokens, answer)
 
 
 def added(row=0, slot=0, source=NO_SLOT, num_computed=0):
@@ -101,12 +101,12 @@ def test_a_plan_that_contradicts_the_states_is_refused(hybrid, rows, lists, says
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_bits_on_a_cpu_do_not_depend_on_chunks_and_batches(
-    any_hybrid, cpu_library, rows, prompt, dtype, num_threads, monkeypatch
+    typical_hybrid, cpu_library, rows, prompt, dtype, num_threads, monkeypatch
 ):
     monkeypatch.setattr(cpu_backend, "SMALL_STEP", 0)  # all threads, in the smallest of steps
 
     def logprobs(*ends, threads=1, beside=False):
-        play = rows(any_hybrid.path, backend="cpu", dtype=dtype, num_threads=threads)
+        play = rows(typical_hybrid.path, backend="cpu", dtype=dtype, num_threads=threads)
         if beside:
             play.begin(play.row(1, prompt[::-1], slot=1))
         result = play.begin(play.row(0, prompt, slot=0), *ends, snapshots=[StateSnapshot(0, 32, 7)])

@@ -10,28 +10,31 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
   take_sizes(layer);
   uint8_t* pages = model_.pages + layer.kv_offset;
   bool last = index == model_.num_layers - 1;
-  Prepared inputs = layer.hidden_norm.weight
-                        ? prepare_joined(layer.qkv, layer.attention_norm, x_, layer.hidden_norm)
-                        : prepare(layer.qkv, x_, model_.hidden_size, num_rows_, layer.attention_norm);
-  spent_on(STAGE_NORM);
-  product(layer.qkv, inputs, qkv_, qkv_size_, OUTPUT_STORE);
-  spent_on(STAGE_QKV);
-  if (layer.recurrent.kind) {
-    recur(layer, index);
-  } else {
+  bool has_mixer = layer.qkv.num_parts, attends = has_mixer && !layer.recurrent.kind;
+  if (has_mixer) {
+    Prepared inputs = layer.hidden_norm.weight
+                          ? prepare_joined(layer.qkv, layer.attention_norm, x_, layer.hidden_norm)
+                          : prepare(layer.qkv, x_, model_.hidden_size, num_rows_, layer.attention_norm);
+    spent_on(STAGE_NORM);
+    product(layer.qkv, inputs, qkv_, qkv_size_, OUTPUT_STORE);
+    spent_on(STAGE_QKV);
+  }
+  if (attends) {
     if (layer.latent.rank)
       find_latents(layer, pages);
     else
       rotate_and_write(layer, pages);
     spent_on(STAGE_ROPE_KV);
+  } else if (has_mixer) {
+    recur(layer, index);
   }
   // After the last layer's KV is written, only rows whose logits or hidden states are requested are computed.
   if (last && step_.num_wanted() == 0 && !ends_in_feature_) return;
-  if (!layer.recurrent.kind) attend(layer, pages);
-  if (last && !only_wanted_ && !ends_in_feature_) keep_wanted_rows(true);
+  if (attends) attend(layer, pages);
+  if (last && !only_wanted_ && !ends_in_feature_) keep_wanted_rows(has_mixer);
   spent_on(STAGE_ATTENTION);
-  if (!model_.parallel_layers) add_attention(layer);
-  feed_forward(layer);
+  if (has_mixer && !model_.parallel_layers) add_attention(layer);
+  if (layer.mlp.gate_up.num_parts || layer.router.num_parts) feed_forward(layer);
   // The MLP has read x by now.
   if (model_.parallel_layers) add_attention(layer);
   if (layer.input_gate.num_parts) add_layer_input(layer, index);
@@ -42,9 +45,9 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
 }
 
 void StepRun::take_sizes(const DecoderLayer& layer) {
-  if (layer.recurrent.kind) {
+  if (layer.recurrent.kind || !layer.qkv.num_parts) {
     num_kv_heads_ = head_dim_ = kv_size_ = qkv_size_ = 0;
-    query_size_ = layer.output.parts[0].columns;
+    query_size_ = layer.output.parts[0].columns;  // 0 without a mixer
     for (int i = 0; i < layer.qkv.num_parts; i++) qkv_size_ += layer.qkv.parts[i].rows;
     return;
   }

@@ -17,9 +17,11 @@ int head_rows(const Step& step, int begin) {
   return left < HEAD_ROWS ? left : HEAD_ROWS;
 }
 
+bool attends(const DecoderLayer& layer) { return layer.qkv.num_parts && !layer.recurrent.kind; }
+
 // Whether the attention of two layers is divided alike.
 bool have_same_plan(const DecoderLayer& one, const DecoderLayer& other) {
-  return !one.recurrent.kind && one.window == other.window && one.kv.kv_heads == other.kv.kv_heads &&
+  return attends(one) && one.window == other.window && one.kv.kv_heads == other.kv.kv_heads &&
          one.kv.head_dim == other.kv.head_dim;
 }
 
@@ -189,7 +191,7 @@ void StepRun::find_pages() {
   plan_layers(0);
   int64_t room = 0;
   for (int i = 0; i < model_.num_layers; i++) {
-    if (model_.layers[i].recurrent.kind) continue;
+    if (!attends(model_.layers[i])) continue;
     const KvLayout& kv = model_.layers[i].kv;
     PagedAttention attention = {kv, nullptr, model_.num_heads, 0, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
     int64_t needed = kernels_.attention_scratch(attention);
@@ -202,7 +204,7 @@ void StepRun::find_pages() {
 void StepRun::plan_layers(int first) {
   int64_t partials = 0;
   for (int i = first; i < model_.num_layers; i++) {
-    if (model_.layers[i].recurrent.kind) continue;
+    if (!attends(model_.layers[i])) continue;
     int same = first;
     while (!have_same_plan(model_.layers[same], model_.layers[i])) same++;
     plans_[i] = same < i ? plans_[same] : plan_attention(model_.layers[i]);
