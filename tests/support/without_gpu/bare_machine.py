@@ -39,7 +39,7 @@ def write_sitecustomize(folder: Path) -> set[str]:
 
 def hidden_modules() -> set[str]:
     """Returns the installed modules that such a machine lacks."""
-    installed = {canonicalize_name(each.metadata["Name"]): each for each in distributions()}
+    installed: dict[str, Distribution] = {canonicalize_name(each.metadata["Name"]): each for each in distributions()}
     there = {OURS} | _with_requirements(IN_THE_IMAGE, installed) | set(gpu_wheels())
     lacking, kept = set[str](), set[str]()
     for name, distribution in installed.items():
