@@ -169,8 +169,8 @@ test-gpu: ## run the tests that need a GPU
 # For a machine with a GPU, Python 3.12 and torch, but no package index: what it lacks to run the service and the tests, and
 # the transformers that the tests compare with. The versions are those of requirements.lock.
 GPU_WHEELS := msgspec pyjwt cryptography cffi pycparser grpcio grpcio-health-checking grpcio-reflection protobuf \
-  googleapis-common-protos opentelemetry-api llguidance compressed-tensors loguru pydantic pydantic-core annotated-types \
-  typing-inspection typing-extensions transformers \
+  googleapis-common-protos opentelemetry-api prometheus-client psutil llguidance compressed-tensors loguru pydantic \
+  pydantic-core annotated-types typing-inspection typing-extensions transformers \
   pytest pytest-asyncio pytest-timeout pytest-xdist execnet pluggy iniconfig
 gpu-wheels: ## download the packages that `tests/gpu_run.sh` installs on a machine without a package index, to .whl
 	rm -rf .whl

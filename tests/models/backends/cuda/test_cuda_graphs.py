@@ -67,12 +67,12 @@ def load(path, worker_config, graphs):
 
 
 @pytest.fixture(scope="module")
-def ours(load) -> Runner:
+def ours(load):
     return load(backend="cuda", device=DEVICE)
 
 
 @pytest.fixture(scope="module")
-def reference(load) -> Runner:
+def reference(load):
     return load(backend="reference")
 
 
@@ -95,9 +95,13 @@ def generate(runner: Runner, shift: int) -> list[list[int]]:
 
 
 def test_steps_that_are_replayed_choose_the_references_tokens(ours, reference, monkeypatch):
-    used = []
-    run = StepGraphs.run
-    monkeypatch.setattr(StepGraphs, "run", lambda graphs, size, wait: used.append(size) or run(graphs, size, wait))
+    used, run = [], StepGraphs.run
+
+    def note(graphs, size, wait):
+        used.append(size)
+        return run(graphs, size, wait)
+
+    monkeypatch.setattr(StepGraphs, "run", note)
     for shift in (0, 1):
         assert generate(ours, shift) == generate(reference, shift)
     assert {(size.tokens, size.longest) for size in used} >= {(2, 1), (MIXED.tokens, MIXED.longest)}
