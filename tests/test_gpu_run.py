@@ -81,6 +81,7 @@ def test_the_service_gets_as_far_as_the_driver(bare):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_every_step_starts_on_a_bare_machine(bare, tmp_path, monkeypatch):
     """Its tests are only collected, and its benchmarks fail for want of a GPU, but not of a package."""
     monkeypatch.delenv("TRITON_INTERPRET")
@@ -89,11 +90,13 @@ def test_every_step_starts_on_a_bare_machine(bare, tmp_path, monkeypatch):
         PYTEST_ADDOPTS="--collect-only",
     )  # fmt: skip
     assert set(found) >= {step for stage in STAGES.values() for step in stage}
-    log = (tmp_path / "run.log").read_text()
+    # Some packages in the environment of the tests have entry points that need others.
+    lines = (tmp_path / "run.log").read_text().splitlines()
+    log = "\n".join(line for line in lines if "trying to load entry-point" not in line)
     assert "No module named" not in log
     assert "errors during collection" not in log
     for name in ("kernels", "steps", "service", "small_service", "peers"):
         left_out = json.loads((tmp_path / f"{name}.json").read_text())["left_out"]
         assert left_out
-        missing = [each for each in left_out if "is not installed" in each["reason"]]
+        missing = [each for each in left_out if "is not installed" in each["why"]]
         assert not missing
