@@ -97,6 +97,7 @@ class CudaBackend:
     def _warm(self) -> None:
         """Runs steps without sequences in every form that occurs, which compiles all kernels, and captures graphs."""
         with launches.warming():
+            self._model.measure_products(self._memory.shape.max_tokens)
             for size in self._warm_sizes():
                 self._choose(size, self._forward(size))
             if self._model.can_be_captured:

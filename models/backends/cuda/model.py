@@ -153,6 +153,11 @@ class CudaModel:
         """Whether a CUDA graph can capture ``forward``."""
         return self._attention.can_be_captured
 
+    def measure_products(self, max_tokens: int) -> None:
+        """Chooses the fastest products where the GPU decides which they are. Waits for the device."""
+        if self.device.type == "cuda":
+            self._linears.measure(max_tokens)
+
     def changes(self) -> list[int]:
         """Returns the numbers of tokens of a step from which different kernels run."""
         of_experts = [] if self._mixture is None else self._mixture[0].changes()
