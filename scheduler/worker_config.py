@@ -137,6 +137,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     deterministic: bool = False
     """On a GPU, a row's results are bitwise the same in every batch, at the cost of speed. On the backend cpu they
     always are."""
+    attention_backend: str = "triton"
+    """On a GPU, what computes attention: triton, for the project's kernels, or a library: flashinfer or fa."""
     log_level: str = "info"
     """The worker's log level: debug, info, warning or error."""
     log_format: str = "text"

@@ -257,6 +257,8 @@ def _why_not(name: str, module: ModuleType, config: WorkerConfig, info: Checkpoi
             f"{info.path / 'config.json'}: architectures names {info.spec.architecture}, which it does not have; the "
             f"closest is {nearest(info.config)}: give --backend {FOREIGN}, or leave it out"
         )
+    if config.attention_backend != "triton" and name != "cuda":
+        return f"--attention-backend {config.attention_backend} is for the cuda backend: leave it out"
     if config.pipeline_parallel_size > 1 and not BACKENDS[name].has_stages:
         able = " or ".join(other for other, entry in BACKENDS.items() if entry.has_stages)
         return (

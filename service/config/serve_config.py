@@ -45,6 +45,12 @@ class ServeConfig(HostFlags, AccessFlags):
         "on one GPU: a request's results are bit-identical in every batch. Matrix products then use slower kernels, "
         "and attention does not split a row's context. Results of the cpu backend always are",
     )
+    attention_backend: str = flag(
+        "triton",
+        "what computes attention on the cuda backend: triton is penstock's own kernels; flashinfer, and fa for "
+        "FlashAttention 3, are libraries that must be installed",
+        choices=["triton", "flashinfer", "fa"],
+    )
     tensor_parallel_size: int = flag(
         1, "ranks that share the model: each is a process on its own GPU, with a part of every matrix; also runs on "
         "CPUs, in plain torch, for testing", metavar="N", low=1, high=64,

@@ -240,7 +240,7 @@ async def start_engine() -> AsyncIterator[Start]:
 def captures_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU, fails a test in which a step of the CUDA backend does what a CUDA graph cannot capture."""
     if not torch.cuda.is_available():
-        from capture_checks import check_captures
+        from without_gpu.capture_checks import check_captures
 
         check_captures(monkeypatch)
 

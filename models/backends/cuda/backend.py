@@ -19,6 +19,7 @@ from penstock.kernels.cuda.step import MIN_SEQUENCES, commit, prepare
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import Finish, context_of, shared_facts
+from penstock.models.backends.cuda.attention_libraries import make_attention, unsupported_attention
 from penstock.models.backends.cuda.features import DeviceFeatures
 from penstock.models.backends.cuda.graphs import StepGraphs, graph_sizes
 from penstock.models.backends.cuda.kv_scales import read_kv_scales
@@ -96,9 +97,11 @@ class CudaBackend:
     def _warm(self) -> None:
         """Runs steps without sequences in every form that occurs, which compiles all kernels, and captures graphs."""
         with launches.warming():
+            self._model.measure_products(self._memory.shape.max_tokens)
             for size in self._warm_sizes():
                 self._choose(size, self._forward(size))
-            self._graphs.capture(graph_sizes(self._memory.shape, self._device))
+            if self._model.can_be_captured:
+                self._graphs.capture(graph_sizes(self._memory.shape, self._device))
 
     def _warm_sizes(self) -> Iterator[Size]:
         """Yields sizes for steps of every form besides those of the graphs."""
@@ -216,7 +219,7 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
         return "--kv-cache-dtype int8: is for the CPU backend: give fp8, or leave it out"
     if config.kv_cache_dtype not in ("auto", dtype, *KV_DTYPES):
         return f"--kv-cache-dtype {config.kv_cache_dtype}: the activations are in {dtype}: give auto, {dtype} or fp8"
-    return None
+    return unsupported_attention(config, spec, dtype)
 
 
 def _unsupported_gpu(config: WorkerConfig, info: CheckpointInfo) -> str | None:
@@ -254,8 +257,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     if device.index is not None:
         torch.cuda.set_device(device)
     max_model_len = context_of(config, spec)
-    quantization = info.choose_quantization(config.quantization)
-    parallel = join(config)
+    quantization, parallel = info.choose_quantization(config.quantization), join(config)
     wanted = dtype_name if quantization == "none" else quantization
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
     check_weights_fit(config, spec.architecture, weight_bytes(config, info, num_logits, dtype), wanted, parallel)
@@ -303,8 +305,9 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         num_host_blocks=host_pages.num_slots,
         copy_us_per_block=host_pages.measure_copy_us(),
     )
-    kv_scales = read_kv_scales(info, parallel, device) if kv_dtype == torch.float8_e4m3fn else None
-    model = CudaModel(spec, weights, pages.of_layers, shape, parallel, linears, config.feature_layers, kv_scales)
+    scales = read_kv_scales(info, parallel, device) if kv_dtype == torch.float8_e4m3fn else None
+    attend = make_attention(config.attention_backend, shape, device)
+    model = CudaModel(spec, weights, pages.of_layers, shape, parallel, linears, attend, config.feature_layers, scales)
     return CudaBackend(spec, model, memory, host_pages, facts)
 
 

@@ -14,6 +14,7 @@ from penstock.kernels.cuda.core.launch import launches
 from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.norm import rms_norm
 from penstock.models.backends.base import Backend
+from penstock.models.backends.cuda.attention import TritonAttention
 from penstock.models.backends.cuda.backend import CudaBackend
 from penstock.models.backends.cuda.features import DeviceFeatures, tensors
 from penstock.models.backends.cuda.graphs import VERIFYING_STEPS, StepGraphs, decoding_sizes
@@ -109,7 +110,8 @@ class HeadLayer(CudaModel):
     def __init__(self, head: HeadCheckpoint, weights: HeadWeights, pages: Tensor, shape: ModelShape) -> None:
         """``pages`` is (1, pages, 2, K, 16, D)."""
         linears = CudaLinears(head.info, None, pages.device, deterministic=False)
-        super().__init__(head.spec, weights.common, list(pages), shape, ALONE, linears)
+        attention = TritonAttention(shape, pages.device)
+        super().__init__(head.spec, weights.common, list(pages), shape, ALONE, linears, attention)
         self._fc, self._embedding_norm, self._hidden_norm = weights.fc, weights.embedding_norm, weights.hidden_norm
 
     def continue_from(self, x: Tensor, inputs: HeadInputs, size: Size) -> Made:
@@ -132,7 +134,8 @@ class HeadLayer(CudaModel):
         if not size.sampled:
             return x[:0], x[:0]
         rows, mixed = inputs.rows(size), torch.zeros_like(query)
-        self._attend(0, query, rows, self._plan(rows, size.longest)[None], mixed, size.longest)
+        attend = self._attention.plan(rows, size.longest)
+        attend(None, query, self._kv[0], mixed)
         sampled = inputs.part(size, "sampled", torch.int64)
         mixed = mixed.flatten(1)
         has_experts = not isinstance(layer.mlp, Mlp)  # their kernels need the tokens of whole sequences
