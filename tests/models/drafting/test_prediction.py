@@ -240,9 +240,7 @@ async def test_the_service_has_another_drafter_too(
     )
     engine = await start_engine(executor)
     counts = engine.engine.counters.speculation
-    while (
-        counts.drafted == counts.predicted
-    ):  # which rows share a step, and so what pays, depends on when plans are made
+    while counts.drafted == counts.predicted:  # what pays depends on the rows that share a step, and so on time
         answers = await predicted(model, engine, prompts)
     assert counts.predicted > counts.accepted_predicted > 80
     assert len(counts.drafted_at) > 4
