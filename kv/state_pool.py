@@ -10,7 +10,7 @@ Every slot is in exactly one state:
     cached      a snapshot that its hash finds, in the LRU
 
 Blank slots are given out first, then cached ones, least recently used first. Snapshots whose blocks are retained are
-passed over, unless the oldest snapshots, as many as half of the slots, are all of this kind. The hash of a snapshot is
+skipped, unless the oldest snapshots, as many as half of the slots, are all of this kind. The hash of a snapshot is
 that of a block whose KV can be found.
 """
 
@@ -45,13 +45,13 @@ class RowSlots:
 
     live: int
     named: dict[int, NamedSlot] = field(default_factory=dict)
-    """By position, in ascending order."""
+    """The slots by position, in ascending order."""
     passed: list[PassedSnapshot] = field(default_factory=list)
     """Oldest first. Some may have been evicted."""
     wanted: dict[int, bytes | None] = field(default_factory=dict)
     """Positions of the known history at which its state will be saved; a hash, where others want that."""
     next_border: int = 0
-    """The first position after the known history for which no slot was asked yet."""
+    """The first position after the known history for which no slot was requested yet."""
 
 
 class StatePool:

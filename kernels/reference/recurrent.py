@@ -26,7 +26,7 @@ def causal_convolution(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | 
 
 
 def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """For each token: S = a S; S = S + k beta (v - k S); y = q S.
+    """Computes, token by token, S = a S; S = S + k beta (v - k S); y = q S.
 
     ``query`` and ``key`` are (B, T, H, K), ``value`` (B, T, H, V), ``decay`` a and ``beta`` (B, T, H), ``state`` S (B,
     H, K, V). Returns (B, T, H, V).
@@ -42,7 +42,7 @@ def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, b
 
 
 def state_space_scan(value: Tensor, step: Tensor, decay: Tensor, key: Tensor, query: Tensor, state: Tensor) -> Tensor:
-    """For each token: S = a S + k d v; y = q S: the scan of Mamba-2, whose B, x and C are k, v and q.
+    """Computes, token by token, S = a S + k d v; y = q S: the scan of Mamba-2, whose B, x and C are k, v and q.
 
     ``value`` is (B, T, H, V), ``step`` d and ``decay`` a (B, T, H), ``key`` and ``query`` (B, T, H, K), ``state`` S (B,
     H, K, V). Returns (B, T, H, V).

@@ -23,7 +23,7 @@ class ShortConvolution:
     biased: bool
     """Whether the linears and the convolution have biases."""
     convolution = "conv.conv"
-    """The name of the convolution's tensors, as the checkpoint has it."""
+    """The checkpoint's name of the convolution's tensors."""
     output = "conv.out_proj"
     matrices = (0, 0, 0)
 
@@ -65,7 +65,7 @@ class GatedDeltaNet:
     value_size: int
     taps: int
     eps: float
-    """Of the norm."""
+    """The norm's epsilon."""
     biased = convolution_biased = False
     convolution = "linear_attn.conv1d"
     output = "linear_attn.out_proj"
@@ -128,7 +128,7 @@ class Mamba2:
     convolution_biased: bool
     step_limits: tuple[float, float]
     eps: float
-    """Of the norm."""
+    """The norm's epsilon."""
     convolution = "mamba.conv1d"
     output = "mamba.out_proj"
 
@@ -170,7 +170,7 @@ class Mamba2:
 
 
 RecurrentMixer = ShortConvolution | GatedDeltaNet | Mamba2
-"""Those of all families. Their tensors have the names of most checkpoints."""
+"""The mixers of all families. Their tensors have the names of most checkpoints."""
 
 
 def mixer_tensors(mixer: RecurrentMixer, hidden_size: int) -> Iterator[NamedShape]:

@@ -58,7 +58,7 @@ class ModelSpec:
     """The numbers of the checkpoint's layers that are not part of the decoder. The others are numbered without gaps."""
     num_heads: int
     num_kv_heads: int
-    """With latent attention 1: all query heads attend to the vector that is cached."""
+    """The number is 1 with latent attention: all query heads attend to the vector that is cached."""
     head_dim: int
     latent: LatentAttention | None
     """None: each KV head has keys and values."""

@@ -61,7 +61,7 @@ class Backend(Protocol):
 
 class RecurrentStates(Protocol):
     """The slots of a model's recurrent states. Calls run strictly in order with the backend's steps, which advance the
-    states of their rows as ``Batch.states`` says."""
+    states of their rows by ``Batch.states``."""
 
     def begin(self, slot: int, source: int) -> None:
         """Copies the state in ``source`` to ``slot``, or writes zeros if it is ``NO_SLOT``."""

@@ -21,7 +21,7 @@ from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
 
 
 class RowStates:
-    """Asks the state pool of the KV manager for slots, on behalf of rows."""
+    """Requests slots from the state pool of the KV manager, on behalf of rows."""
 
     def __init__(self, kv: KVCacheManager, counters: Counters) -> None:
         self._kv = kv
