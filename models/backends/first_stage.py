@@ -40,7 +40,7 @@ class FirstStage:
     """A ``Backend`` that computes its own layers of a batch, sends the rest on its way, and computes the head when the
     hidden states come back. Meanwhile the next batch may start, if it has no row of this one."""
 
-    runs_ahead, needs_tokens = True, True
+    runs_ahead, needs_tokens, states = True, True, None
 
     def __init__(self, part: FirstPart, links: Sequence[StageLink], ranks_per_stage: int) -> None:
         """``links`` are those to all other ranks, in their order."""

@@ -384,6 +384,7 @@ def _worker_config(
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
         deterministic=config.deterministic,
+        attention_backend=config.attention_backend,
         log_level=config.log_level,
         log_format=config.log_format,
         tensor_parallel_size=config.tensor_parallel_size,

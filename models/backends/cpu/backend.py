@@ -9,6 +9,7 @@ from penstock.models.backends.cpu.loading import DTYPES, SMALL_STEP, ModelLoadin
 from penstock.models.backends.cpu.memory import FirstPages
 from penstock.models.backends.cpu.model import CpuModel
 from penstock.models.backends.cpu.outputs import BatchOutputs, Features, batch_fields
+from penstock.models.backends.cpu.recurrent import CpuStates, StepStates
 from penstock.models.backends.cpu.sampling import SamplingRows
 from penstock.models.backends.cpu.stages import CpuStageLoading
 from penstock.models.backends.cpu.weights import is_kept
@@ -23,11 +24,12 @@ from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 class CpuBackend(SynchronousBackend):
     """A ``Backend`` over the CPU library."""
 
-    def __init__(self, model: CpuModel, pages: Memory, facts: WorkerFacts) -> None:
+    def __init__(self, model: CpuModel, pages: Memory, facts: WorkerFacts, states: Memory | None = None) -> None:
         self.facts = facts
         self.model = model
         self._first_pages = FirstPages(pages, model.model.page_bytes)
-        self._program = model.program(pages)
+        self._program = model.program(pages, states=states)
+        self.states = None if states is None else CpuStates(states, facts.state_bytes, self._program)
         self._num_logits = model.model.num_logits
         self._small_step = SMALL_STEP // model.num_parameters
         self._sampling = SamplingRows()
@@ -46,7 +48,10 @@ class CpuBackend(SynchronousBackend):
         outputs = BatchOutputs(batch, self._sampling, self._num_logits)
         features = Features(batch, self.facts.hidden_size) if batch.feature_layers else None
         tables = np.ascontiguousarray(batch.tables)
+        states = StepStates.of_batch(batch) if batch.states else None
         step = Step(**batch_fields(batch, tables), **outputs.fields, **(features.fields if features else {}))
+        if states is not None:
+            step.states = states.rows
         num_threads = 1 if len(batch.token_ids) <= self._small_step else self.facts.num_threads
         with self._first_pages.paused():
             if batch.masks is None:
@@ -107,10 +112,10 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> Backend:
     loading = ModelLoading(config, info)
     part = ModelPart.whole(loading.spec)
     model = loading.load_weights(part)
-    num_blocks = loading.num_blocks(part)
-    pages = loading.allocate_pages(part, num_blocks)
-    facts = loading.facts(part, model.weight_bytes, num_blocks)
-    return CpuBackend(model, pages, facts)
+    num_blocks, num_slots = loading.cache_sizes(part)
+    pages, states = loading.allocate_pages(part, num_blocks), loading.allocate_states(num_slots)
+    facts = loading.facts(part, model.weight_bytes, num_blocks, num_state_slots=num_slots)
+    return CpuBackend(model, pages, facts, states)
 
 
 def load_stage(config: WorkerConfig, info: CheckpointInfo) -> StageRank:

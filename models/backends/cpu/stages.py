@@ -130,7 +130,7 @@ class CpuStageLoading:
         self._part, self._model = part, self._loading.load_weights(part)
 
     def num_blocks(self) -> int:
-        return self._loading.num_blocks(self._part)
+        return self._loading.cache_sizes(self._part).num_blocks
 
     def first_part(self, num_blocks: int, layers: Sequence[int]) -> CpuFirstPart:
         return CpuFirstPart(*self._allocate(num_blocks, layers))

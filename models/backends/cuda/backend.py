@@ -16,6 +16,7 @@ from penstock.kernels.cuda.step import MIN_SEQUENCES, commit, prepare
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import Backend, Finish
+from penstock.models.backends.cuda.attention_libraries import unsupported_attention
 from penstock.models.backends.cuda.features import DeviceFeatures
 from penstock.models.backends.cuda.graphs import StepGraphs, graph_sizes
 from penstock.models.backends.cuda.loading import DTYPES, KV_DTYPES, CudaLoading, StepMemory, dtype_name_of
@@ -34,7 +35,7 @@ from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 class CudaBackend:
     """A ``Backend`` that keeps its rows on the device. Copies of blocks are queued, in order with the steps."""
 
-    runs_ahead, needs_tokens = True, False
+    runs_ahead, needs_tokens, states = True, False, None
 
     def __init__(
         self, spec: ModelSpec, model: CudaModel, memory: StepMemory, host_pages: HostPages, facts: WorkerFacts
@@ -42,7 +43,7 @@ class CudaBackend:
         self.facts = facts
         self._spec = spec
         self._model = model
-        self.embedding = model.embedding
+        self.embedding, self.head, self.num_logits = model.embedding, model.head, model.num_logits
         self._memory = memory
         self._host_pages = host_pages
         self._device = model.device
@@ -69,9 +70,11 @@ class CudaBackend:
     def _warm(self) -> None:
         """Runs steps without sequences in every form that occurs, which compiles all kernels, and captures graphs."""
         with launches.warming():
+            self._model.measure_products(self._memory.shape.max_tokens)
             for size in self._warm_sizes():
                 self._choose(size, self._forward(size))
-            self._graphs.capture(graph_sizes(self._memory.shape, self._device))
+            if self._model.can_be_captured:
+                self._graphs.capture(graph_sizes(self._memory.shape, self._device))
 
     def _warm_sizes(self) -> Iterator[Size]:
         """Yields sizes for steps of every form besides those of the graphs."""
@@ -173,6 +176,8 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
     dtype = dtype_name_of(config, info)
     if dtype not in DTYPES:
         return f"--dtype is {config.dtype}, here {dtype}, and this backend has {', '.join(DTYPES)}: give one of them"
+    if spec.latent is not None:
+        return "it has latent attention, for which there are no kernels yet: give --backend reference, or leave it out"
     if config.block_size != PAGE_SLOTS:
         return f"--block-size is {config.block_size}, and pages hold {PAGE_SLOTS} tokens: give that"
     for size in {spec.at(layer).head_dim for layer in range(spec.num_layers)}:
@@ -187,7 +192,7 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
         return "--kv-cache-dtype int8: is for the CPU backend: give fp8, or leave it out"
     if config.kv_cache_dtype not in ("auto", dtype, *KV_DTYPES):
         return f"--kv-cache-dtype {config.kv_cache_dtype}: the activations are in {dtype}: give auto, {dtype} or fp8"
-    return None
+    return unsupported_attention(config, spec, dtype)
 
 
 def _unsupported_gpu(config: WorkerConfig, info: CheckpointInfo) -> str | None:

@@ -9,10 +9,10 @@ import torch
 from penstock.kernels.cuda.attention.common import PAGE_SLOTS
 from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.models.backends.base import context_of, shared_facts
-from penstock.models.backends.cuda.kv_scales import read_kv_scales
+from penstock.models.backends.cuda.attention_libraries import make_attention
 from penstock.models.backends.cuda.linear import CudaLinears, stored_bytes
 from penstock.models.backends.cuda.model import CudaModel
-from penstock.models.backends.cuda.pages import DevicePages
+from penstock.models.backends.cuda.pages import DevicePages, read_kv_scales
 from penstock.models.backends.cuda.rows import CudaRows
 from penstock.models.backends.cuda.sampler import CudaSampler
 from penstock.models.backends.cuda.shapes import max_drafts, shape_of
@@ -160,9 +160,10 @@ class CudaLoading:
         if self._kv_dtype == torch.float8_e4m3fn:
             of_layers = read_kv_scales(info, self._parallel, self._device)
             kv_scales = of_layers if part is None else of_layers[part.layers.start : part.layers.stop]
+        attention = make_attention(config.attention_backend, self._shape, self._device)
         model = CudaModel(
-            self.spec, weights, pages.of_layers, self._shape, self._parallel, self._linears, config.feature_layers,
-            kv_scales, part,
+            self.spec, weights, pages.of_layers, self._shape, self._parallel, self._linears, attention,
+            config.feature_layers, kv_scales, part,
         )  # fmt: skip
         return model, host_pages, facts
 

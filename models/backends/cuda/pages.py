@@ -1,12 +1,18 @@
-"""The KV cache on a GPU: pages of keys and values of every layer, in the layout that the kernels read."""
+"""The KV cache on a GPU: pages of keys and values of every layer, in the layout that the kernels read, and the scales
+that some quantised checkpoints have for pages in fp8."""
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.kernels.cuda.attention.common import PAGE_SLOTS
 from penstock.models.architecture.spec import ModelSpec
+from penstock.models.backends.tensor_parallel import TensorParallel, share
+from penstock.models.checkpoint.info import CheckpointInfo
+from penstock.models.checkpoint.quantization.reader import read_floats
+from penstock.models.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -39,3 +45,28 @@ class DevicePages:
     def by_block(self) -> list[Tensor]:
         """Views of the blocks' content, (blocks, layers, ...) each."""
         return [pages.movedim(1, 0) for pages in self.whole]
+
+
+def read_kv_scales(info: CheckpointInfo, parallel: TensorParallel, device: torch.device) -> list[Tensor]:
+    """Returns the scales of the rank's heads in what each layer attends to, (2, K) in fp32: those of keys, then those
+    of values. They are 1 where the checkpoint has none. Raises ModelError if one is not above zero."""
+    scales: list[Tensor] = []
+    for layer, source in enumerate(info.spec.kv_sources):
+        if source != layer:
+            scales.append(scales[source])
+            continue
+        num_heads = info.spec.at(layer).num_kv_heads
+        of_layer = np.ones((2, num_heads), dtype=np.float32)
+        for of_kind, kind in zip(of_layer, "kv", strict=True):
+            name = f"model.layers.{layer}.self_attn.{kind}_scale"
+            entry = info.kv_scales.get(name)
+            if entry is None:
+                continue
+            of_kind[:] = read_floats(entry).reshape(-1)
+            if not (np.isfinite(of_kind).all() and (of_kind > 0).all()):
+                raise ModelError(
+                    f"{entry.file}: the scale {name} is not above zero: download the model's weights again, or give "
+                    "--kv-cache-dtype auto"
+                )
+        scales.append(torch.from_numpy(of_layer)[:, share(num_heads, parallel)].contiguous().to(device))
+    return scales

@@ -64,6 +64,7 @@ class CudaStage:
     @torch.inference_mode()
     def _warm(self, has_ends: bool) -> None:
         with launches.warming():
+            self._model.measure_products(self._shape.max_tokens)
             for tokens in self._warm_sizes():
                 x = self._zeros(tokens, self.facts.hidden_size, dtype=self._model.embedding.dtype)
                 starts = self._zeros(2, dtype=torch.int32)

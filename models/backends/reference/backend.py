@@ -15,9 +15,10 @@ from penstock.models.backends.base import Backend, context_of, shared_facts
 from penstock.models.backends.distributed import join
 from penstock.models.backends.first_stage import load_first_stage
 from penstock.models.backends.later_stage import StageRank, load_later_stage
-from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
+from penstock.models.backends.memory import CacheSizes, allocated, cache_sizes, check_weights_fit
 from penstock.models.backends.pipeline_parallel import ModelPart, PartWork, StageSpeed
 from penstock.models.backends.reference.attention_groups import AttentionGroup, attention_groups, grouped_attention
+from penstock.models.backends.reference.latent_attention import attend_to_latents
 from penstock.models.backends.stage_part import StageRows
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel
 from penstock.models.backends.torch_common.device import choose_dtype
@@ -26,6 +27,7 @@ from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.paged_backend import PagedBackend
 from penstock.models.backends.torch_common.rank_speed import measure_rank_speed
+from penstock.models.backends.torch_common.recurrent import StateSlots
 from penstock.models.backends.torch_common.rope_tables import cos_sin_tables, query_scales
 from penstock.models.backends.torch_common.stages import TorchPart, num_loaded, rank_work
 from penstock.models.backends.torch_common.weights import (
@@ -52,6 +54,8 @@ the service's loop, with which it shares the cores."""
 class ReferenceBackend(PagedBackend):
     """A ``Backend`` of plain torch operations."""
 
+    states: StateSlots | None
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -62,6 +66,7 @@ class ReferenceBackend(PagedBackend):
         num_threads: int,
         num_logits: int,
         parallel: TensorParallel,
+        states: StateSlots | None = None,
         part: ModelPart | None = None,
     ) -> None:
         """``spec``, ``weights`` and ``pages`` are the rank's. ``part``: its part of a model in stages, where rank 0 has
@@ -69,14 +74,15 @@ class ReferenceBackend(PagedBackend):
         super().__init__(pages, host_pages, spec.vocab_size)
         self.facts = facts
         self._num_threads = num_threads
-        self._num_logits = num_logits
+        self.num_logits = num_logits
         self._parallel = parallel
         self._head_parallel = parallel if part is None else ALONE
         self._layers = range(spec.num_layers) if part is None else part.layers
+        self.states = states
         self._small_step = SMALL_STEP // spec.num_parameters if spec.num_parameters < SMALL_MODEL else 0
         self._spec = spec
         self._weights = weights
-        self.embedding = weights.embedding
+        self.embedding, self.head = weights.embedding, weights.head
         self._specs = [spec.at(layer) for layer in range(spec.num_layers)]
         """The spec with each layer's sizes."""
         self._rotations = spec.rotations
@@ -90,7 +96,10 @@ class ReferenceBackend(PagedBackend):
         x = self.embed(batch)
         weights = self._weights
         inputs = None if weights.layer_inputs is None else weights.layer_inputs(self._token_ids(batch), x)
-        return self.final_norm(self._run_layers(batch, x, inputs, batch.feature_layers, features))
+        x = self.final_norm(self._run_layers(batch, x, inputs, batch.feature_layers, features))
+        if self._spec.num_layers in batch.feature_layers:
+            features.append(x)
+        return x
 
     def embed(self, batch: Batch) -> Tensor:
         """Returns the input of the first layer, (T, hidden)."""
@@ -145,12 +154,21 @@ class ReferenceBackend(PagedBackend):
             for window in set(spec.windows)
         }
         query_scale = None if spec.query_scaling is None else query_scales(spec.query_scaling, positions)
+        if self.states is not None:
+            self.states.forget_step()
         for index, layer in zip(self._layers, weights.layers, strict=True):
             if index in feature_layers:
                 features.append(x)
-            before, turned = layer.before_attention(x), turns[self._rotations[index]]
-            sizes, seen = self._specs[index], groups[spec.windows[index]]
-            mixed = attend(sizes, self._pages, index, layer, before, turned, slots, seen, query_scale)
+            before = layer.before_attention(x)
+            sizes = self._specs[index]
+            if not spec.has_mixer(index):
+                mixed = torch.zeros_like(x)
+            elif layer.recurrent is not None and self.states is not None:
+                assert isinstance(batch, Batch), "a model with recurrent layers is not divided into stages"
+                mixed = self.states.mix(index, layer.recurrent, before, batch)
+            else:
+                turned, seen = turns[self._rotations[index]], groups[spec.windows[index]]
+                mixed = attend(sizes, self._pages, index, layer, before, turned, slots, seen, query_scale)
             if spec.is_parallel:
                 both = mixed + layer.mlp(before if layer.before_mlp is unchanged else layer.before_mlp(x))
                 self._parallel.all_reduce(both)
@@ -169,7 +187,7 @@ class ReferenceBackend(PagedBackend):
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = upcast(self._head_parallel.gather_columns(self._weights.head(hidden), self._num_logits))
+        logits = upcast(self._head_parallel.gather_columns(self._weights.head(hidden), self.num_logits))
         logits = logits * self._spec.logit_scale
         return logits if self._spec.logit_soft_cap is None else soft_cap(logits, self._spec.logit_soft_cap)
 
@@ -188,9 +206,13 @@ def attend(
     """Computes one layer's attention and output projection, (T, hidden) -> (T, hidden): this rank's part of the sum.
     Writes the KV of every token if the layer has its own. ``spec`` has the layer's sizes. ``query_scale`` (T,) is a
     factor of each token's queries, where the layer has one."""
+    if layer.latent is not None:
+        return attend_to_latents(spec, pages, index, layer, layer.latent, x, rotation, slots, groups)
     has_kv = spec.has_kv(index)
     rotated = spec.query_size + (spec.kv_size if has_kv else 0)
     qkv = layer.qkv(x)
+    if spec.gated_attention:
+        qkv, gate = qkv[:, : -spec.query_size], qkv[:, -spec.query_size :]
     heads = qkv[:, :rotated] if spec.qk_norm_is_last else layer.qk_norm(qkv[:, :rotated])
     heads = rotate(heads.view(len(x), -1, spec.head_dim), *rotation)
     if spec.qk_norm_is_last:
@@ -204,7 +226,8 @@ def attend(
         pages.write(index, slots, key, layer.value_norm(value))
     source, scale, cap = spec.kv_sources[index], spec.attention_scale, spec.attention_soft_cap
     mixed = grouped_attention(pages, source, query, groups, scale=scale, cap=cap, sinks=layer.sinks)
-    return layer.output(mixed.flatten(1))
+    mixed = mixed.flatten(1)
+    return layer.output(mixed * torch.sigmoid(gate) if spec.gated_attention else mixed)
 
 
 def load(config: WorkerConfig, info: CheckpointInfo) -> Backend:
@@ -213,7 +236,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> Backend:
         return load_first_stage(config, info.spec, lambda: ReferenceLoading(config, info))
     loading = ReferenceLoading(config, info)
     loading.load_weights(None)
-    return loading.backend(loading.num_blocks())
+    return loading.backend(*loading.cache_sizes())
 
 
 def load_stage(config: WorkerConfig, info: CheckpointInfo) -> StageRank:
@@ -237,6 +260,7 @@ class ReferenceLoading:
         self._max_model_len = context_of(config, self.spec)
         self._parallel = join(config)
         self._num_logits = min(config.tokenizer_vocab_size or self.spec.vocab_size, self.spec.vocab_size)
+        self._state_bytes = self.spec.state_floats * max(self._dtype.itemsize, 4)
         self._part: ModelPart | None = None
         self._weights: Weights | None = None
 
@@ -262,21 +286,29 @@ class ReferenceLoading:
         )
 
     def num_blocks(self) -> int:
-        # One more page pads the tables of shorter rows.
-        return num_kv_blocks(
-            self.config, self._block_bytes(), self._max_model_len, num_spare=1, parallel=self._parallel
-        )
+        return self.cache_sizes().num_blocks
 
-    def backend(self, num_blocks: int, layers: Sequence[int] = ()) -> ReferenceBackend:
-        """Allocates the pages. ``layers`` are the numbers of layers of all stages. Raises ModelError."""
+    def cache_sizes(self) -> CacheSizes:
+        """Returns how many blocks and recurrent states there is room for. Raises ModelError."""
+        # One more page pads the tables of shorter rows.
+        return cache_sizes(
+            self.config, self._block_bytes(), self._state_bytes, self._max_model_len, num_spare=1,
+            parallel=self._parallel,
+        )  # fmt: skip
+
+    def backend(self, num_blocks: int, num_slots: int = 0, layers: Sequence[int] = ()) -> ReferenceBackend:
+        """Allocates the pages and the recurrent states. ``layers`` are the numbers of layers of all stages. Raises
+        ModelError."""
         config, spec, weights, part = self.config, self.spec, self._weights, self._part
         assert weights is not None, "the weights come first"
         with allocated(num_blocks, self._device):
             numbers = None if part is None else part.layers
             pages = KVPages(spec, num_blocks, config.block_size, self._dtype, self._device, numbers)
+            states = StateSlots(spec, num_slots, self._dtype, self._device) if spec.has_state else None
         host_pages = take_host_pages(config, pages.by_block, self._block_bytes(), pages.num_bytes)
         facts = WorkerFacts(
-            **shared_facts(config, self._info, num_blocks, default_budget=MAX_BATCHED_TOKENS),
+            **shared_facts(config, self._info, num_blocks, MAX_BATCHED_TOKENS, num_slots),
+            state_bytes=self._state_bytes,
             backend="reference",
             dtype=self._dtype_name,
             kv_cache_dtype=self._dtype_name,
@@ -289,11 +321,11 @@ class ReferenceLoading:
             stage_layers=tuple(layers),
         )
         return ReferenceBackend(
-            spec, weights, pages, host_pages, facts, config.num_threads, self._num_logits, self._parallel, part
+            spec, weights, pages, host_pages, facts, config.num_threads, self._num_logits, self._parallel, states, part
         )
 
     def first_part(self, num_blocks: int, layers: Sequence[int]) -> TorchPart:
-        return TorchPart(self.backend(num_blocks, layers), self._dtype, self._device)
+        return TorchPart(self.backend(num_blocks, layers=layers), self._dtype, self._device)
 
     layer_part = first_part
 

@@ -81,7 +81,7 @@ def test_a_scale_that_is_not_above_zero_is_named(with_outliers, worker_config):
 
 def scales_of(model, path, values: dict[int, tuple[float, ...]]) -> tuple[ModelSpec, list[list[float]]]:
     """Returns the scales of each layer's keys, with those of some layers in the checkpoint."""
-    from penstock.models.backends.cuda.kv_scales import read_kv_scales
+    from penstock.models.backends.cuda.pages import read_kv_scales
 
     tensors = load_file(model.path / "model.safetensors")
     tensors |= {f"model.layers.{layer}.self_attn.k_scale": torch.tensor(value) for layer, value in values.items()}

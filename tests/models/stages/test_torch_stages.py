@@ -76,6 +76,7 @@ async def told(engine, prompts):
     [
         ("llama", 2, 1),
         ("llama", 2, 2),
+        ("deepseek-v3", 2, 1),
         pytest.param("gpt2", 3, 1, marks=pytest.mark.soak),
         pytest.param("gemma3", 2, 1, marks=pytest.mark.soak),
         pytest.param("olmo2", 2, 2, marks=pytest.mark.soak),
