@@ -24,6 +24,7 @@ FLAGS = (
     "--max-model-len=768",
     "--scheduling-policy=priority",
     "--threads=1",
+    "--speculative-config=none",  # with drafts, one request may be done before both lack room
     "--admin-listen=off",
     "--metrics-listen=off",
 )

@@ -20,7 +20,7 @@ from waiting import until
 
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.tensor_parallel import SingleRank
-from penstock.models.backends.torch_common import loader
+from penstock.models.backends.torch_common import sources
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.sources import FileSource
 from penstock.models.checkpoint.checkpoint import check_checkpoint
@@ -196,7 +196,7 @@ def test_weights_are_counted_as_they_are_loaded(tiny_model, variant, size):
 
 def test_of_a_quantised_weight_a_rank_takes_its_part(monkeypatch):
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
-    monkeypatch.setattr(loader, "read_matrix", lambda linear: SimpleNamespace(dequantized=lambda: values))
+    monkeypatch.setattr(sources, "read_matrix", lambda linear: SimpleNamespace(dequantized=lambda: values))
     out = torch.empty(3, 2)
     info: Any = SimpleNamespace(tensors={}, quantized={"down": "the linear"})
     source = FileSource(info)

@@ -183,7 +183,7 @@ def test_padding_is_by_default_that_of_transformers() -> None:
     for model_type, name in CLASSES.items():
         family = text.get(name, name.replace("ForSequenceClassification", "ForCausalLM"))
         if family in FAMILIES and name != "Gemma3ForSequenceClassification":
-            pad = transformers.CONFIG_MAPPING[model_type]().pad_token_id
+            pad = transformers.CONFIG_MAPPING[model_type]().get_text_config().pad_token_id
             found |= {family: pad} if pad is not None else {}
     assert found == classification_head._DEFAULT_PAD
 

@@ -55,13 +55,11 @@ def test_a_head_drafts_for_a_model_that_is_quantised_at_load(mtp_model, mtp_conf
     assert watched.proposed
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "changes",
-    [
-        pytest.param({"first_k_dense_replace": 3}, id="dense"),
-        # Experts take the interpreter minutes.
-        pytest.param({"n_routed_experts": 4, "num_experts_per_tok": 2}, id="experts", marks=pytest.mark.soak),
-    ],
+    [{"first_k_dense_replace": 3}, {"n_routed_experts": 4, "num_experts_per_tok": 2}],
+    ids=["dense", "experts"],
 )
 def test_drafts_on_gpus(build_mtp_model, mtp_config, prompts, tmp_path, changes):
     pytest.importorskip("triton")
