@@ -25,7 +25,7 @@ from penstock.scheduler.plan import (
     StateSnapshot,
     StepPlan,
 )
-from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
+from penstock.scheduler.worker_config import WorkerConfig
 
 DELTA_NET: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -137,8 +137,8 @@ class Knowing(SpeculationController):
         return Drafted(drafts)
 
 
-class WithSlots(InProcessExecutor):
-    """Gives slots to rows whose plans have none, as the scheduler does. If it knows answers, it drafts them."""
+class KnowingExecutor(InProcessExecutor):
+    """Drafts the answers that it knows, if it knows any."""
 
     def __init__(self, config: WorkerConfig, answers: Mapping[tuple[int, ...], list[int]] | None) -> None:
         super().__init__(config)
@@ -146,24 +146,6 @@ class WithSlots(InProcessExecutor):
 
     def _drafting(self, config: WorkerConfig, backend: Backend) -> SpeculationController | None:
         return super()._drafting(config, backend) if self._answers is None else Knowing(self._answers)
-
-    async def start(self) -> WorkerFacts:
-        facts = await super().start()
-        self._free = list(range(facts.num_state_slots))
-        self._slots: dict[int, int] = {}
-        return facts
-
-    def submit(self, plan: StepPlan) -> None:
-        for number in plan.dropped:
-            if number in self._slots:
-                self._free.append(self._slots.pop(number))
-        added = []
-        for row in plan.added:
-            if row.state_slot == NO_SLOT:
-                self._slots[row.row] = self._free.pop()
-                row = msgspec.structs.replace(row, state_slot=self._slots[row.row])
-            added.append(row)
-        super().submit(msgspec.structs.replace(plan, added=added))
 
 
 class Rows:
@@ -262,16 +244,16 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def with_slots(worker_config: Callable[..., WorkerConfig]) -> Callable[..., WithSlots]:
-    """An executor in this process: ``with_slots(path, answers=None, num_blocks=None, **config)``."""
+def knowing_executor(worker_config: Callable[..., WorkerConfig]) -> Callable[..., KnowingExecutor]:
+    """An executor in this process: ``knowing_executor(path, answers=None, num_blocks=None, **config)``."""
 
     def make(
         path: Path,
         answers: Mapping[tuple[int, ...], list[int]] | None = None,
         num_blocks: int | None = None,
         **config: Any,
-    ) -> WithSlots:
-        return WithSlots(msgspec.structs.replace(worker_config(path, **config), num_blocks=num_blocks), answers)
+    ) -> KnowingExecutor:
+        return KnowingExecutor(msgspec.structs.replace(worker_config(path, **config), num_blocks=num_blocks), answers)
 
     return make
 

@@ -11,8 +11,6 @@ from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.plan import SamplingParams
 
-pytest.importorskip("penstock.kv.state_pool", reason="the scheduler does not keep states yet")
-
 GREEDY = SamplingParams(temperature=0.0)
 NUM_TOKENS = 24
 
@@ -46,9 +44,9 @@ async def test_a_branch_costs_two_requests(typical_hybrid, backend, in_process, 
 
 
 async def test_preempted_rows_go_on_from_their_states(
-    typical_hybrid, backend, with_slots, start_engine, prompts, check_greedy
+    typical_hybrid, backend, knowing_executor, start_engine, prompts, check_greedy
 ):
-    executor = with_slots(typical_hybrid.path, backend=backend, num_blocks=18, max_model_len=200)
+    executor = knowing_executor(typical_hybrid.path, backend=backend, num_blocks=18, max_model_len=200)
     engine = await start_engine(executor)
     for _ in range(2):
         answers = await engine.run(prompts[3:], GREEDY, NUM_TOKENS)
@@ -57,11 +55,11 @@ async def test_preempted_rows_go_on_from_their_states(
     assert engine.stats.preemptions > 0
 
 
-async def test_drafts_across_borders(typical_hybrid, backend, with_slots, start_engine, prompts, check_greedy):
-    engine = await start_engine(with_slots(typical_hybrid.path, backend=backend), enable_prefix_caching=False)
+async def test_drafts_across_borders(typical_hybrid, backend, knowing_executor, start_engine, prompts, check_greedy):
+    engine = await start_engine(knowing_executor(typical_hybrid.path, backend=backend), enable_prefix_caching=False)
     plain = await engine.run(prompts[3:], GREEDY, 40)
     known = {tuple(prompt): answer.token_ids for prompt, answer in zip(prompts[3:], plain, strict=True)}
-    engine = await start_engine(with_slots(typical_hybrid.path, known, backend=backend))
+    engine = await start_engine(knowing_executor(typical_hybrid.path, known, backend=backend))
     for _ in range(2):
         answers = [engine.submit(prompt, GREEDY, 40, max_drafts=6) for prompt in prompts[3:]]
         await engine.finish(answers)

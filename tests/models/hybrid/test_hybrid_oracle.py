@@ -21,15 +21,15 @@ def check(model, prompt, answer, num_tokens=NUM_TOKENS):
     torch.testing.assert_close(torch.tensor(answer.logprobs), chosen, atol=TOLERANCE, rtol=0)
 
 
-async def test_alone(any_hybrid, backend, with_slots, start_engine, prompts):
-    engine = await start_engine(with_slots(any_hybrid.path, backend=backend), enable_prefix_caching=False)
+async def test_alone(any_hybrid, backend, knowing_executor, start_engine, prompts):
+    engine = await start_engine(knowing_executor(any_hybrid.path, backend=backend), enable_prefix_caching=False)
     for prompt in prompts[::2]:
         [answer] = await engine.run([prompt], GREEDY, NUM_TOKENS)
         check(any_hybrid, prompt, answer)
 
 
-async def test_batch_of_32_in_chunks_of_48(typical_hybrid, backend, with_slots, start_engine, prompts):
-    executor = with_slots(typical_hybrid.path, backend=backend)
+async def test_batch_of_32_in_chunks_of_48(typical_hybrid, backend, knowing_executor, start_engine, prompts):
+    executor = knowing_executor(typical_hybrid.path, backend=backend)
     engine = await start_engine(executor, enable_prefix_caching=False, max_num_batched_tokens=48)
     many = prompts * 4
     answers = await engine.run(many, GREEDY, NUM_TOKENS)
@@ -39,8 +39,8 @@ async def test_batch_of_32_in_chunks_of_48(typical_hybrid, backend, with_slots, 
         check(typical_hybrid, prompt, answer)
 
 
-async def test_forced_preemption(typical_hybrid, backend, with_slots, start_engine, prompts):
-    executor = with_slots(typical_hybrid.path, backend=backend, num_blocks=16, max_model_len=200)
+async def test_forced_preemption(typical_hybrid, backend, knowing_executor, start_engine, prompts):
+    executor = knowing_executor(typical_hybrid.path, backend=backend, num_blocks=16, max_model_len=200)
     engine = await start_engine(executor, enable_prefix_caching=False)
     answers = await engine.run(prompts[3:], GREEDY, NUM_TOKENS)
     assert engine.stats.preemptions > 0
@@ -48,11 +48,13 @@ async def test_forced_preemption(typical_hybrid, backend, with_slots, start_engi
         check(typical_hybrid, prompt, answer)
 
 
-async def test_drafts(typical_hybrid, backend, with_slots, start_engine, prompts):
-    engine = await start_engine(with_slots(typical_hybrid.path, backend=backend), enable_prefix_caching=False)
+async def test_drafts(typical_hybrid, backend, knowing_executor, start_engine, prompts):
+    engine = await start_engine(knowing_executor(typical_hybrid.path, backend=backend), enable_prefix_caching=False)
     plain = await engine.run(prompts, GREEDY, 40)
     known = {tuple(prompt): answer.token_ids for prompt, answer in zip(prompts, plain, strict=True)}
-    engine = await start_engine(with_slots(typical_hybrid.path, known, backend=backend), enable_prefix_caching=False)
+    engine = await start_engine(
+        knowing_executor(typical_hybrid.path, known, backend=backend), enable_prefix_caching=False
+    )
     answers = [engine.submit(prompt, GREEDY, 40, max_drafts=6) for prompt in prompts]
     await engine.finish(answers)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -62,9 +64,9 @@ async def test_drafts(typical_hybrid, backend, with_slots, start_engine, prompts
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3-next"])
-async def test_prompt_logprobs_and_vectors(hybrid, name, backend, with_slots, start_engine, prompts):
+async def test_prompt_logprobs_and_vectors(hybrid, name, backend, knowing_executor, start_engine, prompts):
     model = hybrid(name)
-    executor = with_slots(model.path, backend=backend)
+    executor = knowing_executor(model.path, backend=backend)
     engine = await start_engine(executor, enable_prefix_caching=False, max_num_batched_tokens=32)
     [answer] = await engine.run([prompts[-1]], SamplingParams(temperature=0.0, prompt_logprobs=1), 2)
     expected = model.logits(prompts[-1]).log_softmax(-1)[:-1]

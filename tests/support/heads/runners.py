@@ -60,7 +60,7 @@ def added(
 
 
 def decode(runner: Runner, rows: dict[int, list[int]], num_tokens: int, num_drafts: int) -> int:
-    """Continues rows, given with what they have so far, until they have so many tokens."""
+    """Continues rows, given with what they have so far, until they have ``num_tokens``."""
     steps = 0
     while short := [number for number, tokens in rows.items() if len(tokens) < num_tokens]:
         plan = StepPlan(steps, [], [], [], [], [Decode(n, num_drafts + 1) for n in short], max_drafts=8 * num_drafts)

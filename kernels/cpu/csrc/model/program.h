@@ -168,7 +168,7 @@ struct StateRows {
   const int64_t *starts, *ends;  // (num_rows,): the indices of a row's first token and after its last one, ascending
   const int64_t* certain;        // (num_rows,)
   const int64_t* save_starts;    // (num_rows + 1,)
-  const int64_t* saves;  // pairs, ascending: after so many of the row's certain tokens, the state is copied to a slot
+  const int64_t* saves;  // pairs, ascending: a number of certain tokens, and the slot to copy the state to then
 };
 
 // R rows of T tokens, built by models/batch/batch.py, and the requested outputs.
