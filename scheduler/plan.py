@@ -88,6 +88,30 @@ class AddedRow(msgspec.Struct, array_like=True, gc=False):
     """Its tenant. Drafts are learned only from outputs of the same tenant."""
     prediction: list[int] = []
     """The output that its caller expects, to draft from; empty: none."""
+    adapter: int = 0
+    """The slot of the LoRA adapter that it is computed with; 0: none."""
+
+
+class AdapterLoad(msgspec.Struct, array_like=True, frozen=True):
+    """Reads a LoRA adapter from a directory in peft's layout, checks it, and writes it to a slot that no row uses until
+    the answer. Beside plans: neither waits for the other. Answers come in the order of the loads."""
+
+    slot: int
+    """1 to ``WorkerFacts.max_loras``; 0: the adapter is only checked."""
+    path: str
+    digest: bytes = b""
+    """What the files must still have; empty: anything."""
+
+
+class AdapterLoaded(msgspec.Struct, array_like=True, frozen=True):
+    """The answer to an ``AdapterLoad``."""
+
+    rank: int = 0
+    """The largest rank of its matrices."""
+    digest: bytes = b""
+    """A sha256 of its files."""
+    error: str = ""
+    """Why it was not loaded, as a message for the operator; empty: it was."""
 
 
 class RowBlocks(msgspec.Struct, array_like=True, gc=False):

@@ -13,6 +13,7 @@ from penstock.models.architecture.foreign import ForeignSpec
 from penstock.models.architecture.registry import nearest
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.batch.batch import Batch, BatchResult
+from penstock.models.checkpoint.adapter import LoraAdapter
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.errors import ModelError
@@ -45,6 +46,10 @@ class Backend(Protocol):
     def copy_in(self, copies: list[tuple[int, int]]) -> None:
         """Copies slots of the host tier to blocks, bit for bit: pairs of slot and block. Later calls see the copies."""
 
+    def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        """Writes a LoRA adapter into a slot that no row uses, while batches run on another thread. Raises ModelError;
+        the slot must then be written again before a row uses it."""
+
     def prefault(self) -> None:
         """Allocates the memory that the first requests will write. Called once, after all measurements."""
 
@@ -73,6 +78,10 @@ class SynchronousBackend(ABC):
     """A base class for backends that compute a batch within ``start_step``."""
 
     runs_ahead, needs_tokens = False, False
+
+    def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        """Never called: a backend without slots for adapters refuses them at the start."""
+        raise AssertionError("there are no slots for adapters")
 
     @abstractmethod
     def run(self, batch: Batch) -> BatchResult:
@@ -119,6 +128,7 @@ def shared_facts(config: WorkerConfig, info: CheckpointInfo, num_blocks: int, de
         "device": config.device,
         "hidden_size": spec.hidden_size,
         "tensor_parallel_size": config.tensor_parallel_size,
+        "max_loras": config.max_loras,
     }
 
 
@@ -134,13 +144,15 @@ class _Entry:
     """The package's extra that installs what the backend imports."""
     has_stages: bool = False
     """Whether it can be one of several stages. Its module then has ``load_stage``."""
+    has_adapters: bool = True
+    """Whether it has slots for LoRA adapters."""
 
 
 BACKENDS = {
     "cpu": _Entry("penstock.models.backends.cpu.backend", "cpu", "cpu", has_stages=True),
     "cuda": _Entry("penstock.models.backends.cuda.backend", "cuda", "cuda"),
     "reference": _Entry("penstock.models.backends.reference.backend", None, "torch"),
-    "transformers": _Entry("penstock.models.backends.transformers_module.backend", None, "torch"),
+    "transformers": _Entry("penstock.models.backends.transformers_module.backend", None, "torch", has_adapters=False),
 }
 """Backends by name. ``auto`` picks the first one that can run the model."""
 
@@ -213,6 +225,12 @@ def _why_not(name: str, module: ModuleType, config: WorkerConfig, info: Checkpoi
             f"{info.path / 'config.json'}: architectures names {info.spec.architecture}, which it does not have; the "
             f"closest is {nearest(info.config)}: give --backend {FOREIGN}, or leave it out"
         )
+    if config.max_loras and not BACKENDS[name].has_adapters:
+        return (
+            f"--max-loras is {config.max_loras}, and this backend has no LoRA adapters: leave it and --lora-modules out"
+        )
+    if config.max_loras and info.path.is_file():
+        return f"--max-loras is {config.max_loras}, and adapters for GGUF files are not supported: leave it out"
     if config.pipeline_parallel_size > 1 and not BACKENDS[name].has_stages:
         able = " or ".join(other for other, entry in BACKENDS.items() if entry.has_stages)
         return (

@@ -153,6 +153,9 @@ class PrefillAdder:
             if self._is_late(live):
                 self._late.append(live)
                 return True
+        if live.request.adapter is not None and not self._context.adapters.is_ready(live.request.adapter):
+            live.timeline.waits(sequence.index, WaitCause.ADAPTER)
+            return True
         return False
 
     def _has_row(self) -> bool:
@@ -233,5 +236,6 @@ class PrefillAdder:
                 live.request.grammar,
                 live.request.tenant,
                 live.request.prediction,
+                0 if live.request.adapter is None else live.request.adapter.slot,
             )
         )

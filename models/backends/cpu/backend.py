@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from penstock.kernels.cpu.bindings import LANES, LibraryMissing
+from penstock.kernels.cpu.bindings import LANES, LibraryMissing, address
 from penstock.kernels.cpu.program import Memory, Step, typed_library
 from penstock.models.backends.base import Backend, SynchronousBackend
+from penstock.models.backends.cpu.adapters import CpuAdapters
 from penstock.models.backends.cpu.first_stage import load_first_stage
 from penstock.models.backends.cpu.later_stage import load_later_stage
 from penstock.models.backends.cpu.loading import DTYPES, SMALL_STEP, ModelLoading
@@ -15,6 +16,7 @@ from penstock.models.backends.cpu.sampling import SamplingRows
 from penstock.models.backends.cpu.weights import is_kept
 from penstock.models.backends.pipeline_parallel import ModelPart
 from penstock.models.batch.batch import Batch, BatchResult
+from penstock.models.checkpoint.adapter import LoraAdapter
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 
@@ -22,9 +24,12 @@ from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 class CpuBackend(SynchronousBackend):
     """A ``Backend`` over the CPU library."""
 
-    def __init__(self, model: CpuModel, pages: Memory, facts: WorkerFacts) -> None:
+    def __init__(self, model: CpuModel, pages: Memory, facts: WorkerFacts, adapters: CpuAdapters | None = None) -> None:
         self.facts = facts
         self.model = model
+        self._adapters = adapters
+        if adapters is not None:
+            adapters.attach(model.model)
         self._first_pages = FirstPages(pages, model.model.page_bytes)
         self._program = model.program(pages)
         self._num_logits = model.model.num_logits
@@ -40,12 +45,19 @@ class CpuBackend(SynchronousBackend):
 
     copy_in = copy_out
 
+    def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        assert self._adapters is not None, "there are no slots for adapters"
+        self._adapters.load(slot, adapter)
+
     def run(self, batch: Batch) -> BatchResult:
         """Runs the layers and samples the tokens: in one call, or in two if masks are awaited in between."""
         outputs = BatchOutputs(batch, self._sampling, self._num_logits)
         features = Features(batch, self.facts.hidden_size) if batch.feature_layers else None
         tables = np.ascontiguousarray(batch.tables)
         step = Step(**batch_fields(batch, tables), **outputs.fields, **(features.fields if features else {}))
+        slots = batch.adapters if self._adapters is not None else None  # a draft model's rows may have some
+        if slots is not None:
+            step.adapters = address(slots)
         num_threads = 1 if len(batch.token_ids) <= self._small_step else self.facts.num_threads
         with self._first_pages.paused():
             if batch.masks is None:
@@ -106,10 +118,11 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> Backend:
         return load_first_stage(loading)
     part = ModelPart.whole(loading.spec)
     model = loading.load_weights(part)
+    adapters = loading.allocate_adapters() if config.max_loras else None  # before the KV cache gets the rest
     num_blocks = loading.num_blocks(part)
     pages = loading.allocate_pages(part, num_blocks)
     facts = loading.facts(part, model.weight_bytes, num_blocks)
-    return CpuBackend(model, pages, facts)
+    return CpuBackend(model, pages, facts, adapters)
 
 
 load_stage = load_later_stage

@@ -31,6 +31,7 @@ from penstock.models.backends.stage_link import (
 )
 from penstock.models.backends.tensor_parallel import PeerLost
 from penstock.models.batch.batch import Batch, BatchResult
+from penstock.models.checkpoint.adapter import LoraAdapter
 from penstock.models.errors import ModelError
 from penstock.scheduler.worker_config import WorkerFacts
 
@@ -76,6 +77,10 @@ class FirstStage:
         raise AssertionError("the device's memory is the host's")
 
     copy_in = copy_out
+
+    def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        """Never called: adapters and stages together are refused at the start."""
+        raise AssertionError("there are no slots for adapters")
 
     def prefault(self) -> None:
         self._first_pages.start_prefault()

@@ -6,7 +6,8 @@ With TRITON_INTERPRET=1 everything runs on a CPU, a thousand times slower, for t
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from penstock.kernels.cuda.step import MIN_SEQUENCES, commit, prepare
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import Finish, context_of, shared_facts
+from penstock.models.backends.cuda.adapters import CudaAdapters
 from penstock.models.backends.cuda.features import DeviceFeatures
 from penstock.models.backends.cuda.graphs import StepGraphs, graph_sizes
 from penstock.models.backends.cuda.kv_scales import read_kv_scales
@@ -31,12 +33,14 @@ from penstock.models.backends.cuda.shapes import max_drafts, shape_of
 from penstock.models.backends.cuda.step_io import Size, StepInputs, StepOutputs
 from penstock.models.backends.distributed import join
 from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
+from penstock.models.backends.torch_common.adapters import add_slots
 from penstock.models.backends.torch_common.device import torch_device
 from penstock.models.backends.torch_common.fp4_experts import has_fp4_experts, stored_fp4_bytes
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.outputs import HiddenReads
 from penstock.models.batch.batch import Batch, BatchResult
+from penstock.models.checkpoint.adapter import LoraAdapter
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
 
@@ -64,13 +68,22 @@ class CudaBackend:
     runs_ahead, needs_tokens = True, False
 
     def __init__(
-        self, spec: ModelSpec, model: CudaModel, memory: StepMemory, host_pages: HostPages, facts: WorkerFacts
+        self,
+        spec: ModelSpec,
+        model: CudaModel,
+        memory: StepMemory,
+        host_pages: HostPages,
+        facts: WorkerFacts,
+        adapters: CudaAdapters | None = None,
     ) -> None:
         self.facts = facts
         self._spec = spec
         self._model = model
         self.embedding = model.embedding
         self._memory = memory
+        self._adapters = adapters
+        if adapters is not None:
+            adapters.take_room(memory.shape.max_tokens)
         self._host_pages = host_pages
         self._device = model.device
         self._graphs = StepGraphs(self._forward, self._choose, self._device)
@@ -89,6 +102,16 @@ class CudaBackend:
     def copy_in(self, copies: list[tuple[int, int]]) -> None:
         self._host_pages.copy_in(copies)
 
+    def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        assert self._adapters is not None, "there are no slots for adapters"
+        if self._copies is None:
+            self._adapters.load(slot, adapter)
+            return
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            self._adapters.load(slot, adapter)
+        stream.synchronize()
+
     def prefault(self) -> None:
         """Does nothing: the device's memory is allocated already."""
 
@@ -96,9 +119,16 @@ class CudaBackend:
     def _warm(self) -> None:
         """Runs steps without sequences in every form that occurs, which compiles all kernels, and captures graphs."""
         with launches.warming():
-            for size in self._warm_sizes():
+            for size in self._with_adapters(self._warm_sizes()):
                 self._choose(size, self._forward(size))
-            self._graphs.capture(graph_sizes(self._memory.shape, self._device))
+            self._graphs.capture(self._with_adapters(graph_sizes(self._memory.shape, self._device)))
+
+    def _with_adapters(self, sizes: Iterable[Size]) -> Iterator[Size]:
+        """Yields sizes, and the same for steps with adapters if there are slots for any."""
+        for size in sizes:
+            yield size
+            if self._adapters is not None:
+                yield replace(size, adapted=True)
 
     def _warm_sizes(self) -> Iterator[Size]:
         """Yields sizes for steps of every form besides those of the graphs."""
@@ -116,10 +146,14 @@ class CudaBackend:
     @torch.inference_mode()
     def start_step(self, batch: Batch) -> Finish:
         memory, size = self._memory, Size.of(batch)
+        if self._adapters is not None and batch.adapters is not None:
+            size = replace(size, adapted=True)
         reads_hidden = any(True for _ in batch.pooled_spans()) or any(True for _ in batch.prompt_spans())
         graph = None if reads_hidden else self._graphs.find(size)
         memory.rows.update(batch)
         memory.inputs.write(batch, graph or size, memory.rows)
+        if self._adapters is not None and size.adapted:
+            self._adapters.write(batch, graph or size)
         read = HiddenReads([], [])
         if graph:
             made = self._graphs.run(graph, lambda: self._await_masks(batch))
@@ -170,6 +204,8 @@ class CudaBackend:
         rows = self._memory.rows.rows
         step = self._memory.inputs.step(size)
         prepare(rows, step, PAGE_SLOTS, self._spec.vocab_size)
+        if self._adapters is not None:
+            self._adapters.launch(size)
         ragged = RaggedRows(rows.tables, step.rows, step.query_starts, step.contexts)
         return self._model.forward(step, ragged, size.longest)
 
@@ -265,7 +301,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     )
     if at_load is not None:
         logger.info("%s: the weights' relative error is %.2f %%", at_load, 100 * linears.error.relative)
-    max_batched_tokens = config.max_num_batched_tokens or MAX_BATCHED_TOKENS
+    weights, adapters = add_slots(CudaAdapters, config, spec, weights, dtype, device)
     kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, dtype)
     block_bytes = spec.kv_bytes_per_token(kv_dtype.itemsize) * PAGE_SLOTS
     # The memory of steps depends on the context, which depends on what that memory leaves to the KV cache.
@@ -279,7 +315,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         max_model_len,
         config.max_num_seqs,
         # The runner warms up with a row of one block.
-        max(max_batched_tokens, config.max_num_seqs, PAGE_SLOTS),
+        max(config.max_num_batched_tokens or MAX_BATCHED_TOKENS, config.max_num_seqs, PAGE_SLOTS),
         deterministic=config.deterministic,
         max_drafts=max_drafts(config),
         has_fp4_experts=keeps_fp4,
@@ -303,7 +339,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     )
     kv_scales = read_kv_scales(info, parallel, device) if kv_dtype == torch.float8_e4m3fn else None
     model = CudaModel(spec, weights, pages.of_layers, shape, parallel, linears, config.feature_layers, kv_scales)
-    return CudaBackend(spec, model, memory, host_pages, facts)
+    return CudaBackend(spec, model, memory, host_pages, facts, adapters)
 
 
 def weight_bytes(config: WorkerConfig, info: CheckpointInfo, num_logits: int, dtype: torch.dtype) -> int:

@@ -15,6 +15,7 @@ from penstock.models.backends.distributed import join
 from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
 from penstock.models.backends.reference.attention_groups import AttentionGroup, attention_groups, grouped_attention
 from penstock.models.backends.tensor_parallel import TensorParallel
+from penstock.models.backends.torch_common.adapters import TorchAdapters, add_slots
 from penstock.models.backends.torch_common.device import choose_dtype
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
 from penstock.models.backends.torch_common.kv_pages import KVPages
@@ -29,6 +30,7 @@ from penstock.models.backends.torch_common.weights import (
     unchanged,
 )
 from penstock.models.batch.batch import Batch
+from penstock.models.checkpoint.adapter import LoraAdapter
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.errors import ModelError
 from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
@@ -55,13 +57,15 @@ class ReferenceBackend(PagedBackend):
         num_threads: int,
         num_logits: int,
         parallel: TensorParallel,
+        adapters: TorchAdapters | None = None,
     ) -> None:
-        """``spec``, ``weights`` and ``pages`` are the rank's."""
+        """``spec``, ``weights`` and ``pages`` are the rank's. ``weights`` add ``adapters``, if there are any."""
         super().__init__(pages, host_pages, spec.vocab_size)
         self.facts = facts
         self._num_threads = num_threads
         self._num_logits = num_logits
         self._parallel = parallel
+        self._adapters = adapters
         self._small_step = SMALL_STEP // spec.num_parameters if spec.num_parameters < SMALL_MODEL else 0
         self._spec = spec
         self._weights = weights
@@ -74,8 +78,14 @@ class ReferenceBackend(PagedBackend):
             for rope, rotary_dim in set(self._rotations)
         }
 
+    def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        assert self._adapters is not None, "there are no slots for adapters"
+        self._adapters.load(slot, adapter)
+
     def forward(self, batch: Batch, features: list[Tensor]) -> Tensor:
         spec, weights = self._spec, self._weights
+        if self._adapters is not None:
+            self._adapters.select(batch)
         torch.set_num_threads(1 if len(batch.token_ids) <= self._small_step else self._num_threads)
         # Ids were checked at admission, but an id out of range must never become an address.
         token_ids = torch.from_numpy(batch.token_ids).to(self._device).clamp(0, spec.vocab_size - 1)
@@ -176,6 +186,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     num_bytes = spec.num_loaded(num_logits, parallel.size) * dtype.itemsize
     check_weights_fit(config, spec.architecture, num_bytes, dtype_name, parallel)
     weights = load_weights(info, dtype, device, config.load_format, num_logits, parallel)
+    weights, adapters = add_slots(TorchAdapters, config, spec, weights, dtype, device)
     block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * config.block_size
     # One more page pads the tables of shorter rows.
     num_blocks = num_kv_blocks(config, block_bytes, max_model_len, num_spare=1, parallel=parallel)
@@ -194,7 +205,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
         copy_us_per_block=host_pages.measure_copy_us(),
         num_threads=config.num_threads if device.type == "cpu" else 0,
     )
-    return ReferenceBackend(spec, weights, pages, host_pages, facts, config.num_threads, num_logits, parallel)
+    return ReferenceBackend(spec, weights, pages, host_pages, facts, config.num_threads, num_logits, parallel, adapters)
 
 
 def _check_flags(config: WorkerConfig, info: CheckpointInfo, dtype: str) -> None:

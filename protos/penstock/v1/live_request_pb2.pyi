@@ -45,6 +45,8 @@ class _WaitCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitCause.V
     """The result of its last step."""
     WAIT_CAUSE_WORKER: _WaitCause.ValueType  # 8
     """The new worker."""
+    WAIT_CAUSE_ADAPTER: _WaitCause.ValueType  # 9
+    """Its LoRA adapter: it is being loaded, or all slots are in use."""
 
 class WaitCause(_WaitCause, metaclass=_WaitCauseEnumTypeWrapper):
     """What a choice waits for."""
@@ -67,6 +69,8 @@ WAIT_CAUSE_LAST_RESULT: WaitCause.ValueType  # 7
 """The result of its last step."""
 WAIT_CAUSE_WORKER: WaitCause.ValueType  # 8
 """The new worker."""
+WAIT_CAUSE_ADAPTER: WaitCause.ValueType  # 9
+"""Its LoRA adapter: it is being loaded, or all slots are in use."""
 Global___WaitCause: _TypeAlias = WaitCause  # noqa: Y015
 
 class _PreemptionCause:
@@ -159,6 +163,8 @@ class _RequestEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestEnd
     """An internal error."""
     REQUEST_END_SUPERSEDED: _RequestEnd.ValueType  # 12
     """Another request of the same caller replaced it."""
+    REQUEST_END_ADAPTER_FAILED: _RequestEnd.ValueType  # 13
+    """Its LoRA adapter could not be loaded again."""
 
 class RequestEnd(_RequestEnd, metaclass=_RequestEndEnumTypeWrapper):
     """How a request ended."""
@@ -191,6 +197,8 @@ REQUEST_END_INTERNAL: RequestEnd.ValueType  # 11
 """An internal error."""
 REQUEST_END_SUPERSEDED: RequestEnd.ValueType  # 12
 """Another request of the same caller replaced it."""
+REQUEST_END_ADAPTER_FAILED: RequestEnd.ValueType  # 13
+"""Its LoRA adapter could not be loaded again."""
 Global___RequestEnd: _TypeAlias = RequestEnd  # noqa: Y015
 
 class _TimelineKind:
