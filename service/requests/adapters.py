@@ -51,7 +51,7 @@ class AdapterRegistry:
 
     def find(self, model: str, tenant: str) -> Adapter | None:
         """Returns the adapter that a tenant's request names as its model; None for the model itself. Raises
-        ServiceError MODEL_NOT_FOUND with the names that it may use. A name that is too long is left to the validator."""
+        ServiceError MODEL_NOT_FOUND with the names that it may use. The validator refuses a name that is too long."""
         if model in ("", self.model_name) or utf8_bytes(model) > MAX_NAME_BYTES:
             return None
         names = self._permitted(tenant)

@@ -28,7 +28,7 @@ async def start():
             added.extend(plan.added)
             take(plan)
 
-        executor.submit = note
+        executor.submit = note  # type: ignore[method-assign]
         return engine, executor, added
 
     yield start

@@ -5,6 +5,7 @@ import asyncio
 import itertools
 import os
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 NUM_TOKENS = 12
 SLOTS = {"max_loras": 4, "max_lora_rank": 8}
 VARIANTS = ("llama", "gemma2", "cohere", "olmo2")
-KINDS = (
+KINDS: tuple[dict[str, Any], ...] = (
     {"rank": 4, "alpha": 8},
     {"rank": 8, "alpha": 4, "use_rslora": True, "modules": ("q_proj", "v_proj")},
     {"rank": 1, "alpha": 2, "modules": ("gate_proj", "down_proj")},
