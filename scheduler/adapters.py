@@ -46,7 +46,7 @@ class AdapterSlots:
     def is_ready(self, adapter: Adapter) -> bool:
         """Returns whether a row may begin with the adapter. If not, it is loaded as soon as there is a slot for it."""
         if adapter is self._leaving and not adapter.num_rows:
-            self._leaving = None  # whoever wanted its slot did not take it
+            self._leaving = None  # the request that needed its slot did not take it
         if adapter.slot:
             return not adapter.is_loading and adapter is not self._leaving
         if (slot := self._slot_for_another()) is None:

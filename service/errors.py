@@ -112,7 +112,7 @@ class Reason(Enum):
     TICKET_INVALID = "resume_from.ticket: it is damaged; send the ticket exactly as it was received"
     TICKET_MISMATCH = "the ticket in resume_from is for another model or request; send the request without it"
     NOT_RESUMABLE = "a request of this kind cannot be resumed; send it again without resume_from"
-    ADAPTER_FAILED = "the LoRA adapter could not be loaded again; ask the operator to load it anew"
+    ADAPTER_FAILED = "the LoRA adapter could not be loaded again; ask the operator to unload it and load it again"
 
     def __init__(self, message: str, retry_after_ms: int | None = None) -> None:
         options = pb.ErrorReason.DESCRIPTOR.values_by_name[f"ERROR_REASON_{self.name}"].GetOptions()

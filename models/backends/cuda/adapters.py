@@ -26,7 +26,7 @@ class CudaAdapters(TorchAdapters):
         self._max_loras = max_loras
         self._tiles = LoraTiles(torch.empty(0), torch.empty(0))
         self._num_tiles = 0
-        """Those of the step that is launched, or captured; 0: no token has an adapter."""
+        """The number of tiles of the step that is launched, or captured; 0: no token has an adapter."""
 
     def take_room(self, max_tokens: int) -> None:
         """Allocates the tiles of steps of at most ``max_tokens``."""

@@ -129,7 +129,7 @@ def add_slots(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Weights, AdaptersT | None]:
-    """Allocates the slots that the config wants, if any, of a backend's kind. Returns the weights with linears that add
+    """Allocates the slots that the config specifies, of a backend's kind. Returns the weights with linears that add
     adapters, and the slots. Raises ModelError."""
     if not config.max_loras:
         return weights, None

@@ -209,7 +209,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """A request of this kind cannot be continued at another replica. Send it again without `resume_from`."""
     ERROR_REASON_ADAPTER_FAILED: _ErrorReason.ValueType  # 57
     """The LoRA adapter of the request could not be loaded again: its files are missing or have changed. An operator has to
-    load the adapter anew.
+    unload the adapter and load it again.
     """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
@@ -371,7 +371,7 @@ ERROR_REASON_NOT_RESUMABLE: ErrorReason.ValueType  # 56
 """A request of this kind cannot be continued at another replica. Send it again without `resume_from`."""
 ERROR_REASON_ADAPTER_FAILED: ErrorReason.ValueType  # 57
 """The LoRA adapter of the request could not be loaded again: its files are missing or have changed. An operator has to
-load the adapter anew.
+unload the adapter and load it again.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 

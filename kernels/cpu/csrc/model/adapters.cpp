@@ -119,7 +119,7 @@ void StepRun::add_adapters(const LoraTarget* targets, int num_targets, const flo
 }
 
 // inner = act(gate) * up of x after a norm, for gate and up in alternating panels. The adapters come before the
-// activation, so the product stores both; the other rows have the bits of a gated product all the same.
+// activation, so the product stores both; the other rows have the bits of a gated product.
 void StepRun::adapted_gate_up(const PackedLinear& gate_up, const Prepared& inputs, int64_t stride, const Norm& norm) {
   Arena::Mark before = arena_.mark();
   float* both = arena_.take<float>(num_rows_ * 2 * stride);
