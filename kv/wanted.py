@@ -7,6 +7,10 @@ counts follow the cache, so the prefixes of a whole queue need not be looked up 
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import IntEnum
+from heapq import nlargest
+
+MAX_PARTINGS = 4
+"""The maximum number of places in a part of a sequence at which waiting ones part from it."""
 
 
 class Whereabouts(IntEnum):
@@ -121,6 +125,14 @@ class WantedBlocks:
         if self._whereabouts.get(block_hash) is not Whereabouts.MISSING:
             return None
         return self._owners.get(block_hash)
+
+    def partings(self, hashes: Sequence[bytes], start: int, stop: int) -> list[int]:
+        """Returns the numbers of blocks, above ``start`` and up to ``stop``, after which waiting sequences part from a
+        sequence with these hashes: at most ``MAX_PARTINGS``, those with the most sequences."""
+        counts = [self._counts.get(block_hash, 0) for block_hash in hashes[start : stop + 1]]
+        counts += [0] * (stop + 1 - start - len(counts))
+        parted = [(counts[index] - counts[index + 1], start + index + 1) for index in range(stop - start)]
+        return [number for num_sequences, number in nlargest(MAX_PARTINGS, parted) if num_sequences]
 
     def _charge(self, block_hash: bytes, where: Whereabouts, sign: int) -> None:
         if where is Whereabouts.AT_HAND:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.request import SpeculationCounts
 
 
@@ -38,6 +39,12 @@ class Counters:
     """Rows that a step left out because their tenant had its share of it, summed over all steps."""
     output_tokens: int = 0
     """Tokens chosen, including those that are never shown."""
+    state_hits: int = 0
+    """Rows that began with a saved recurrent state."""
+    state_misses: int = 0
+    """Rows for which more KV was cached than there was a saved state for."""
+    state_missed_tokens: int = 0
+    """Positions whose KV was cached, and that these rows computed again."""
     refused: int = 0
     """Requests that were not admitted."""
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
@@ -86,7 +93,20 @@ class EngineStats(Counters):
     """Evicted blocks in host memory, whether or not the device has them again."""
     restored_tokens: int = 0
     """The part of the cached tokens whose KV was copied back from host memory, since the start."""
+    state_slots_used: int = 0
+    """Slots of recurrent states that hold one, or will."""
+    state_snapshots: int = 0
+    """The part of these slots that is not a running row's current state."""
     step_s: float = 0.0
     """The median time of the last steps."""
     predicted_ttft_s: float | None = None
     """The predicted time to the first token of a short request that arrives now; None while nothing is known."""
+
+    def read_cache(self, kv: KVCacheManager) -> None:
+        """Sets what the KV cache holds."""
+        self.cached_blocks = kv.pool.num_cached
+        self.retained_blocks = kv.pool.num_retained
+        self.host_blocks = len(kv.host)
+        self.restored_tokens = kv.num_restored_tokens
+        self.state_slots_used = kv.states.num_used
+        self.state_snapshots = kv.states.num_snapshots

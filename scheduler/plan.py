@@ -64,6 +64,10 @@ class SamplingParams(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     applies."""
 
 
+NO_SLOT = -1
+"""Stands for no slot of a recurrent state."""
+
+
 class AddedRow(msgspec.Struct, array_like=True, gc=False):
     """A row that begins, or begins again after preemption, with everything that the worker must know about it."""
 
@@ -88,6 +92,11 @@ class AddedRow(msgspec.Struct, array_like=True, gc=False):
     """Its tenant. Drafts are learned only from outputs of the same tenant."""
     prediction: list[int] = []
     """The output that its caller expects, to draft from; empty: none."""
+    state_slot: int = NO_SLOT
+    """The slot of its recurrent state; ``NO_SLOT`` if the model has none."""
+    state_source: int = NO_SLOT
+    """The slot with the state after ``num_computed`` tokens, which is copied to ``state_slot`` first; perhaps they are
+    the same. ``NO_SLOT``: ``num_computed`` is 0, and the state begins with zeros."""
     adapter: int = 0
     """The slot of the LoRA adapter that it is computed with; 0: none."""
 
@@ -119,6 +128,15 @@ class RowBlocks(msgspec.Struct, array_like=True, gc=False):
 
     row: int
     block_ids: list[int]
+
+
+class StateSnapshot(msgspec.Struct, array_like=True, gc=False):
+    """Has a row's recurrent state copied to ``slot`` once the row has computed ``position`` tokens, in this plan or a
+    later one. ``position`` is a multiple of the block size, beyond what the row has computed."""
+
+    row: int
+    position: int
+    slot: int
 
 
 class Chunk(msgspec.Struct, array_like=True, gc=False):
@@ -161,6 +179,8 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False):
     """The maximum number of drafts of all its decodes together, for which the step has room."""
     repeating: list[int] = []
     """The rows whose text repeats itself. With ``DraftMethod.AUTO``, only they have drafts from their own text."""
+    snapshots: list[StateSnapshot] = []
+    """Slots for the recurrent states of rows that this plan has or adds; see docs/architecture.md."""
 
     @property
     def is_empty(self) -> bool:
@@ -206,7 +226,8 @@ class RowResult(msgspec.Struct, array_like=True, gc=False):
     row: int
     epoch: int
     num_computed: int
-    """The number of confirmed KV positions: the row's KV is valid in ``[0, num_computed)``."""
+    """The number of confirmed KV positions: the row's KV is valid in ``[0, num_computed)``, and its recurrent states at
+    positions up to ``num_computed`` are in the slots that plans named for them."""
     token_ids: list[int]
     """The accepted tokens: none for a pooled row, a chunk that does not end the history, or a row whose grammar mask is
     late; otherwise 1 to ``max_tokens``."""

@@ -12,6 +12,7 @@ from operator import attrgetter
 from penstock.scheduler.request import Change, EngineFinishReason, Request
 from penstock.scheduler.timeline_entry import (
     AcceptedDetail,
+    BeganDetail,
     Detail,
     DraftDetail,
     EntryKind,
@@ -156,10 +157,12 @@ class Timeline:
             self._close(self._hold, self._clock())
             self._hold = None
 
-    def began(self, choice: int, step: int, num_cached_tokens: int) -> None:
-        """Records that a sequence got a row, with this many tokens of its history from the prefix cache."""
+    def began(self, choice: int, step: int, num_cached_tokens: int, num_missed_tokens: int = 0) -> None:
+        """Records that a sequence got a row, with this many tokens of its history from the prefix cache. Of the
+        ``num_missed_tokens`` after them the KV is cached, but no state was saved."""
         self._continue_with(self._tracks[choice], None)
-        self._add_event(EntryKind.BEGAN, choice, step, num_cached_tokens)
+        detail = BeganDetail(num_missed_tokens) if num_missed_tokens else None
+        self._add_event(EntryKind.BEGAN, choice, step, num_cached_tokens, detail)
 
     def prefilled(self, choice: int, step: int, num_tokens: int) -> None:
         """Records that this many tokens of its history are computed in this step."""

@@ -32,6 +32,8 @@ class WaitCause(Enum):
     """A row. The number of rows that may run, all of which do."""
     BLOCKS = auto()
     """Free blocks. How many there are, and how many it needs."""
+    STATES = auto()
+    """A slot for its recurrent state. The number of slots, all of which are used."""
     BUDGET = auto()
     """Tokens of a step, which go to others. The number of tokens in a step."""
     PREFIX = auto()
@@ -82,6 +84,14 @@ class WaitDetail:
 
 
 @dataclass(frozen=True, slots=True)
+class BeganDetail:
+    """The number of tokens after the cached prefix whose KV is cached too, but which are computed again because no
+    recurrent state was saved after them."""
+
+    num_missed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class DraftDetail:
     """The drafted tokens of a stretch of decoding, and how many of them were accepted."""
 
@@ -111,7 +121,15 @@ class UpdateDetail:
 
 
 Detail = (
-    AcceptedDetail | WaitDetail | DraftDetail | PreemptionDetail | HoldCause | UpdateDetail | EngineFinishReason | None
+    AcceptedDetail
+    | WaitDetail
+    | BeganDetail
+    | DraftDetail
+    | PreemptionDetail
+    | HoldCause
+    | UpdateDetail
+    | EngineFinishReason
+    | None
 )
 """What an entry has besides its steps and tokens, by its kind."""
 

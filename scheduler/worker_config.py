@@ -19,6 +19,8 @@ class DraftMethod(Enum):
     """A small model with the same tokenizer."""
     EAGLE3 = "eagle3"
     """A head on the model's own hidden states."""
+    MTP = "mtp"
+    """The head for multi-token prediction in the model's own checkpoint."""
 
 
 class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -138,6 +140,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     deterministic: bool = False
     """On a GPU, a row's results are bitwise the same in every batch, at the cost of speed. On the backend cpu they
     always are."""
+    attention_backend: str = "triton"
+    """On a GPU, what computes attention: triton, for the project's kernels, or a library: flashinfer or fa."""
     log_level: str = "info"
     """The worker's log level: debug, info, warning or error."""
     log_format: str = "text"
@@ -227,6 +231,10 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """The number of layers of each stage; empty: there are no stages. Bytes and threads are those of the first one."""
     num_host_blocks: int = 0
     """The number of slots of the host tier, numbered from 0."""
+    num_state_slots: int = 0
+    """The number of slots for recurrent states, numbered from 0; 0 for a model without recurrent layers."""
+    state_bytes: int = 0
+    """The bytes of a slot."""
     copy_us_per_block: float = 0.0
     """The approximate time to copy one block between the tiers, measured at the start."""
     measured_steps: tuple[MeasuredStep, ...] = ()

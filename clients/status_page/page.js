@@ -135,6 +135,9 @@ function showNow(stats) {
   if (stats.host_blocks || stats.restored_tokens) {
     pairs.push(["host memory", `${whole(stats.host_blocks)} blocks; ${whole(stats.restored_tokens)} tokens came back`]);
   }
+  if (stats.state_slots_used) {
+    pairs.push(["states", `${whole(stats.state_slots_used)} slots used, ${whole(stats.state_snapshots)} by saved states; ${whole(stats.state_missed_tokens)} cached tokens computed again for lack of one`]);
+  }
   pairs.push(
     ["step", stats.step_duration === null ? "nothing is known yet" : ms(stats.step_duration)],
     ["1st token", stats.predicted_ttft === null ? "nothing is known yet" : `predicted after ${whole(1000 * stats.predicted_ttft)} ms`],

@@ -108,7 +108,7 @@ class KvLayout(Structure):
     """The layout of a KV page."""
 
     _fields_ = (("format", c_int32), ("kv_heads", c_int32), ("head_dim", c_int32), ("head_bytes", c_int64),
-                ("page_bytes", c_int64))  # fmt: skip
+                ("page_bytes", c_int64), ("is_latent", c_int32))  # fmt: skip
 
 
 class PagedAttention(Structure):
@@ -134,6 +134,17 @@ class AttentionItem(Structure):
     _fields_ = (
         ("row", c_int32), ("kv_head_begin", c_int32), ("kv_head_end", c_int32), ("query_begin", c_int32),
         ("query_end", c_int32), ("split_begin", c_int32), ("split_end", c_int32), ("partial", c_int64),
+    )  # fmt: skip
+
+
+class StateScan(Structure):
+    """Some tokens of one head of a recurrent layer."""
+
+    _fields_ = (
+        ("key_size", c_int32), ("value_size", c_int32), ("subtracts", c_int32), ("skip", c_float),
+        ("queries", c_void_p), ("keys", c_void_p),
+        ("values", c_void_p), ("stride", c_int64), ("decays", c_void_p), ("betas", c_void_p), ("gate_stride", c_int64),
+        ("state", c_void_p), ("state_stride", c_int64), ("output", c_void_p), ("output_stride", c_int64),
     )  # fmt: skip
 
 
@@ -184,6 +195,10 @@ class Kernels(Structure):
         ("soft_cap", CFUNCTYPE(None, _P, c_float, _I)),
         ("gated", CFUNCTYPE(None, _P, _P, _I, _I, _P)),
         ("activate", CFUNCTYPE(None, _P, _I, _I)),
+        ("multiply", CFUNCTYPE(None, _P, _P, _I)),
+        ("multiply_sigmoid", CFUNCTYPE(None, _P, _P, _I)),
+        ("convolve", CFUNCTYPE(None, POINTER(_P), _P, _P, _I, _I, _P)),
+        ("scan_state", CFUNCTYPE(None, POINTER(StateScan), _I, _I, _I)),
         ("rotate", CFUNCTYPE(None, _P, _P, _P, _I)),
         ("write_kv", CFUNCTYPE(None, POINTER(KvLayout), _P, _I, _I, _P, _P, c_int64)),
         ("attention_scratch", CFUNCTYPE(_L, POINTER(PagedAttention))),

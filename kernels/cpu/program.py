@@ -70,6 +70,38 @@ class PackedMlp(Structure):
     _fields_ = (("gate_up", PackedLinear), ("down", PackedLinear))
 
 
+class Latent(Structure):
+    """What latent attention has besides the layer's first linears and its output. Without a rank, there is none."""
+
+    _fields_ = (
+        ("rank", c_int32), ("rotary", c_int32), ("unrotated", c_int32), ("value_size", c_int32), ("norm_eps", c_float),
+        ("norm", c_void_p), ("query_norm", c_void_p), ("query", PackedLinear), ("absorb", c_void_p),
+        ("expand", c_void_p),
+    )  # fmt: skip
+
+
+class RecurrentKind(IntEnum):
+    """The recurrent mixer of a layer."""
+
+    NONE = 0
+    CONVOLUTION = 1
+    DELTA_NET = 2
+    MAMBA2 = 3
+
+
+class Recurrent(Structure):
+    """A recurrent mixer."""
+
+    _fields_ = (
+        ("kind", c_int32), ("channels", c_int32), ("taps", c_int32), ("key_heads", c_int32), ("heads", c_int32),
+        ("key_size", c_int32), ("value_size", c_int32), ("inputs", c_int32), ("z", c_int32), ("beta", c_int32),
+        ("decay", c_int32), ("queries", c_int32), ("keys", c_int32), ("values", c_int32), ("norm_eps", c_float),
+        ("least_step", c_float), ("most_step", c_float), ("weights", c_void_p), ("bias", c_void_p),
+        ("key_scales", c_void_p), ("query_scales", c_void_p), ("decay_biases", c_void_p), ("rates", c_void_p),
+        ("skips", c_void_p), ("norm", c_void_p), ("state", c_int64),
+    )  # fmt: skip
+
+
 class DecoderLayer(Structure):
     """One layer of a model."""
 
@@ -78,11 +110,12 @@ class DecoderLayer(Structure):
         ("hidden_norm", Norm), ("query_norm", Norm), ("key_norm", Norm), ("value_norm", Norm), ("sinks", c_void_p),
         ("window", c_int32), ("rope", c_int32), ("scales_queries", c_int32), ("has_kv", c_int32),
         ("values_are_keys", c_int32), ("intermediate_size", c_int32), ("kv", KvLayout), ("kv_offset", c_int64),
-        ("qkv", PackedLinear), ("output", PackedLinear), ("mlp", PackedMlp), ("mlp_inner_norm", Norm),
+        ("qkv", PackedLinear), ("output", PackedLinear), ("recurrent", Recurrent), ("mlp", PackedMlp),
+        ("mlp_inner_norm", Norm),
         ("router_norm", Norm), ("expert_norm", Norm), ("expert_post_norm", Norm), ("router", PackedLinear),
         ("experts", c_void_p), ("selection_bias", c_void_p), ("expert_scales", c_void_p), ("shared", PackedMlp),
         ("shared_gate", PackedLinear), ("input_gate", PackedLinear), ("input_projection", PackedLinear),
-        ("input_norm", Norm), ("scalar", c_float),
+        ("input_norm", Norm), ("scalar", c_float), ("latent", Latent),
     )  # fmt: skip
 
 
@@ -96,7 +129,8 @@ class DecoderModel(Structure):
         ("experts_per_token", c_int32), ("expert_size", c_int32), ("normalise_experts", c_int32),
         ("shared_size", c_int32), ("scores_are_sigmoids", c_int32), ("num_groups", c_int32),
         ("groups_per_token", c_int32), ("expert_activation", c_int32), ("qk_norm", c_int32),
-        ("qk_norm_is_last", c_int32), ("activation", c_int32), ("gated_mlp", c_int32), ("layer_norms", c_int32),
+        ("qk_norm_is_last", c_int32), ("activation", c_int32), ("gated_attention", c_int32), ("gated_mlp", c_int32),
+        ("layer_norms", c_int32),
         ("parallel_layers", c_int32), ("chunked_windows", c_int32), ("scales_expert_inputs", c_int32),
         ("block_size", c_int32), ("query_scaling_positions", c_int32), ("query_scaling_shift", c_int32),
         ("query_scaling_beta", c_float), ("expert_scale", c_float), ("norm_eps", c_float),
@@ -107,9 +141,19 @@ class DecoderModel(Structure):
         ("position_table", c_void_p), ("position_offset", c_int32), ("input_size", c_int32),
         ("input_vocab_size", c_int32), ("input_embedding_scale", c_float), ("input_embedding", c_void_p),
         ("input_linear", PackedLinear), ("input_linear_norm", Norm),
-        ("fc", PackedLinear), ("head", PackedLinear), ("norm", Norm),
+        ("fc", PackedLinear), ("embedding_norm", Norm), ("hidden_norm", Norm), ("head", PackedLinear), ("norm", Norm),
         ("layers", c_void_p), ("ropes", c_void_p), ("pages", c_void_p), ("page_bytes", c_int64),
         ("adapters", c_void_p), ("adapter_format", c_int32), ("adapter_rank", c_int32),
+        ("states", c_void_p), ("state_floats", c_int64),
+    )  # fmt: skip
+
+
+class StateRows(Structure):
+    """The rows whose recurrent states advance."""
+
+    _fields_ = (
+        ("num_rows", c_int32), ("slots", c_void_p), ("starts", c_void_p), ("ends", c_void_p), ("certain", c_void_p),
+        ("save_starts", c_void_p), ("saves", c_void_p),
     )  # fmt: skip
 
 
@@ -125,7 +169,7 @@ class Step(Structure):
         ("scored_top_ids", c_void_p), ("scored_tops", c_void_p), ("num_vectors", c_int32), ("num_pooled", c_int32),
         ("pooled", c_void_p), ("pooled_starts", c_void_p), ("vectors", c_void_p), ("num_features", c_int32),
         ("feature_layers", c_void_p), ("features", c_void_p), ("features_in", c_void_p), ("hidden", c_void_p),
-        ("hidden_out", c_void_p), ("adapters", c_void_p),
+        ("hidden_out", c_void_p), ("adapters", c_void_p), ("states", StateRows),
     )  # fmt: skip
 
 
@@ -244,6 +288,10 @@ class Program:
         """Chooses the tokens of the step that ``start_step`` ran."""
         self._c.penstock_step_finish(self._handle)
 
+    def commit(self, rows: StateRows) -> None:
+        """Advances recurrent states by tokens that the last step computed from copies of them."""
+        self._c.penstock_commit(self._handle, byref(rows))
+
     def seconds(self) -> dict[str, float]:
         """The seconds spent in each stage so far."""
         seconds = np.zeros(len(STAGES))
@@ -293,6 +341,7 @@ def typed_library(path: Path | None = None) -> ctypes.CDLL:
         "penstock_step": (None, [address, POINTER(Step), integer]),
         "penstock_step_begin": (None, [address, POINTER(Step), integer]),
         "penstock_step_finish": (None, [address]),
+        "penstock_commit": (None, [address, POINTER(StateRows)]),
         "penstock_stages": (integer, [address, address]),
     }
     for name, (result, arguments) in signatures.items():

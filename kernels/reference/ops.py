@@ -87,13 +87,34 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return torch.tanh(x / cap) * cap
 
 
-def choose_experts(logits: Tensor, num_chosen: int, normalise: bool) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits: Tensor,
+    num_chosen: int,
+    normalise: bool,
+    *,
+    num_groups: int = 1,
+    groups_chosen: int = 1,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
     """The ``num_chosen`` likeliest experts by a router's ``logits`` (T, E), ties broken by lowest number, and their
-    probabilities in at least fp32, both (T, num_chosen). ``normalise`` divides the chosen probabilities by their
-    sum."""
-    chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
+    probabilities times ``scale`` in at least fp32, both (T, num_chosen). They are chosen from the ``groups_chosen`` of
+    the groups that have the likeliest experts. ``normalise`` divides the chosen probabilities by their sum."""
+    ranked = logits
+    if num_groups > 1:
+        groups = logits.unflatten(-1, (num_groups, -1))
+        ranked = _in_best_groups(groups, groups.amax(-1), groups_chosen)
+    chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
     probabilities = upcast(logits).softmax(-1).gather(-1, chosen)
-    return chosen, probabilities / probabilities.sum(-1, keepdim=True) if normalise else probabilities
+    factors = probabilities / probabilities.sum(-1, keepdim=True) if normalise else probabilities
+    return chosen, factors * scale
+
+
+def _in_best_groups(ranks: Tensor, scores: Tensor, groups_chosen: int) -> Tensor:
+    """Replaces the ``ranks`` (T, groups, experts) in all groups but those with the highest ``scores`` (T, groups) by
+    -infinity; returns (T, E)."""
+    best = scores.sort(dim=-1, descending=True, stable=True).indices
+    hidden = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, best[:, :groups_chosen], False)
+    return ranks.masked_fill(hidden.unsqueeze(-1), -math.inf).flatten(1)
 
 
 def choose_experts_by_sigmoid(
@@ -119,9 +140,7 @@ def choose_experts_by_sigmoid(
         ranked = logits
     elif num_groups > 1:
         groups = ranked.unflatten(-1, (num_groups, -1))
-        best = groups.topk(2, dim=-1).values.sum(-1).sort(dim=-1, descending=True, stable=True).indices
-        hidden = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best[:, :groups_chosen], False)
-        ranked = groups.masked_fill(hidden.unsqueeze(-1), -math.inf).flatten(1)
+        ranked = _in_best_groups(groups, groups.topk(2, dim=-1).values.sum(-1), groups_chosen)
     chosen = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
     factors = scores.gather(-1, chosen)
     # Sigmoids may all be zero; transformers adds the same number.

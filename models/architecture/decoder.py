@@ -35,7 +35,8 @@ PLAIN_ACTIVATIONS = ACTIVATIONS | {"relu": Activation.RELU, "relu2": Activation.
 _OLD_FULL = "attention"
 """The name of full attention in older configs."""
 
-_GEMMA_ONLY: dict[str, Any] = {
+_RARE: dict[str, Any] = {
+    "latent": None,
     "intermediate_sizes": None,
     "unwindowed": None,
     "value_norm": False,
@@ -43,7 +44,7 @@ _GEMMA_ONLY: dict[str, Any] = {
     "layer_inputs": None,
     "layer_scalars": False,
 }
-"""The fields that only Gemma uses, with their values in other families."""
+"""The fields that only Gemma uses, or models with latent attention, with their values in other families."""
 
 Windows = tuple[int | None, ...]
 
@@ -94,6 +95,8 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
+        recurrent=(None,) * len(windows),
+        mlp_only=None,
         kv_sources=tuple(range(len(windows))),
         max_positions=rope.max_positions,
         norm_kind=NormKind.RMS,
@@ -112,6 +115,7 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         windows=windows,
         chunked_windows=False,
         qkv_bias=False,
+        gated_attention=False,
         output_bias=False,
         mlp_bias=False,
         attention_scale=head_dim**-0.5,
@@ -124,7 +128,7 @@ def read_decoder(fields: HfConfigReader, architecture: str, windows: Windows, de
         head_bias=False,
         experts=None,
         tied_embeddings=fields.flag("tie_word_embeddings", defaults.tied_embeddings),
-        **_GEMMA_ONLY,
+        **_RARE,
     )
 
 

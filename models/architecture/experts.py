@@ -20,7 +20,8 @@ from penstock.models.architecture.decoder import (
     with_biases,
 )
 from penstock.models.architecture.hf_config import HfConfigReader
-from penstock.models.architecture.llama import hunyuan, with_granites_factors
+from penstock.models.architecture.llama import hunyuan, lfm2_decoder, with_granites_factors
+from penstock.models.architecture.recurrent import read_delta_net, read_mamba2
 from penstock.models.architecture.rope_config import (
     CHUNKED,
     FULL,
@@ -31,6 +32,11 @@ from penstock.models.architecture.rope_config import (
 )
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import ClampedGate, Experts, NoRope, QkNorm, QueryScaling, Scoring
+
+_LINEAR = "linear_attention"
+"""The name of recurrent layers in ``layer_types``."""
+_NEXT = Defaults(max_positions=32768, head_dim=256, read_rope=partial(read_rope, default_part=0.25))
+"""What Qwen3-Next and Qwen3.5 share."""
 
 
 def mixtral(fields: HfConfigReader, architecture: str) -> ModelSpec:
@@ -103,7 +109,7 @@ def glm4_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
     through; the first layers have none."""
     defaults = Defaults(max_positions=131072, kv_heads=8, norm_eps=1e-5, read_rope=partial(read_rope, default_part=0.5))
     spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
-    experts = _grouped_experts(fields, num_experts=128, per_token=8, first=1, shared=1, normalise=True)
+    experts = read_grouped_experts(fields, num_experts=128, per_token=8, first=1, shared=1, normalise=True)
     return replace(
         spec,
         qkv_bias=fields.flag("attention_bias", False),
@@ -118,7 +124,7 @@ def dots1(fields: HfConfigReader, architecture: str) -> ModelSpec:
     window, first = read_window(fields, 4096), fields.integer("max_window_layers", 0, MAX_POSITIONS, 62)
     windows = windows_by_type(fields, window, lambda layer: window is not None and layer >= first)
     spec = read_decoder(fields, architecture, windows, Defaults(max_positions=2048, kv_heads=32))
-    experts = _grouped_experts(fields, num_experts=None, per_token=None, first=0, shared=None, normalise=False)
+    experts = read_grouped_experts(fields, num_experts=None, per_token=None, first=0, shared=None, normalise=False)
     return replace(with_biases(spec, fields), qk_norm=QkNorm.HEAD, experts=experts)
 
 
@@ -134,12 +140,12 @@ def solar_open(fields: HfConfigReader, architecture: str) -> ModelSpec:
         read_rope=partial(read_rope, default_theta=1e6),
     )
     spec = read_decoder(fields, architecture, same_windows(fields, None), defaults)
-    experts = _grouped_experts(fields, num_experts=128, per_token=8, first=0, shared=1, normalise=True, inner=1280)
+    experts = read_grouped_experts(fields, num_experts=128, per_token=8, first=0, shared=1, normalise=True, inner=1280)
     experts = replace(experts, layers=(True,) * spec.num_layers)
     return replace(spec, qkv_bias=fields.flag("attention_bias", False), experts=experts)
 
 
-def _grouped_experts(
+def read_grouped_experts(
     fields: HfConfigReader,
     *,
     num_experts: int | None,
@@ -148,6 +154,9 @@ def _grouped_experts(
     shared: int | None,
     normalise: bool,
     inner: int = 1408,
+    groups: int = 1,
+    groups_per_token: int = 1,
+    scale: float = 1.0,
 ) -> Experts:
     """DeepSeek V3's experts, which are chosen from the best groups by sigmoid plus bias, beside shared ones. The
     arguments are the family's defaults; None: the field is required."""
@@ -155,11 +164,11 @@ def _grouped_experts(
     inner = fields.integer("moe_intermediate_size", 1, MAX_SIZE, inner)
     name = "num_local_experts" if "num_local_experts" in fields else "n_routed_experts"
     experts = read_experts(fields, name, num_experts, per_token, inner)
-    groups = fields.integer("n_group", 1, experts.num_experts, 1)
+    groups = fields.integer("n_group", 1, experts.num_experts, groups)
     # A group's score is the sum of its two best experts.
     if groups > 1 and (experts.num_experts % groups or experts.num_experts < 2 * groups):
         raise fields.wrong("n_group", f"must divide {experts.num_experts} experts into groups of at least 2")
-    groups_per_token = fields.integer("topk_group", 1, groups, 1)
+    groups_per_token = fields.integer("topk_group", 1, groups, groups_per_token)
     if experts.per_token > groups_per_token * (experts.num_experts // groups):
         raise fields.wrong("topk_group", f"must be enough groups for {experts.per_token} experts per token")
     return replace(
@@ -170,7 +179,7 @@ def _grouped_experts(
         selection_bias=True,
         num_groups=groups,
         groups_per_token=groups_per_token,
-        scale=fields.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
+        scale=fields.number("routed_scaling_factor", 1e-6, 1e6, scale),
         shared_size=inner * fields.integer("n_shared_experts", 1, 64, shared),
     )
 
@@ -290,18 +299,100 @@ def gpt_oss(fields: HfConfigReader, architecture: str) -> ModelSpec:
     )
 
 
+def lfm2_moe(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """LFM2's MoE models: LFM2 with experts, chosen by sigmoid plus bias, in all layers but the first ones."""
+    spec = lfm2_decoder(fields, architecture, default_inner=7168)
+    first = fields.integer("num_dense_layers", 0, MAX_LAYERS, 2)
+    experts = read_experts(fields, "num_experts", 32, 4, fields.integer("moe_intermediate_size", 1, MAX_SIZE, 1792))
+    experts = replace(
+        experts,
+        normalise=fields.flag("norm_topk_prob", True),
+        layers=tuple(layer >= first for layer in range(spec.num_layers)),
+        scoring=Scoring.SIGMOID,
+        selection_bias=fields.flag("use_expert_bias", True),
+        scale=fields.number("routed_scaling_factor", 1e-6, 1e6, 1.0),
+    )
+    return replace(spec, experts=experts)
+
+
+def qwen3_next(fields: HfConfigReader, architecture: str, experts: int = 512, per_token: int = 10) -> ModelSpec:
+    """Qwen3-Next and Qwen3.5's MoE models: Qwen3-MoE with a gated delta net in place of attention in most layers."""
+    plain = fields.with_values(layer_types=None)  # they are not those of attention
+    spec = _qwen_moe(plain, architecture, replace(_NEXT, kv_heads=2, inner=5632), experts, per_token, 512)
+    assert spec.experts is not None
+    kinds = replace(
+        spec.experts,
+        normalise=fields.flag("norm_topk_prob", True),
+        shared_size=fields.integer("shared_expert_intermediate_size", 1, MAX_SIZE, 512),
+        shared_gated=True,
+    )
+    return _with_delta_nets(replace(spec, experts=kinds), fields)
+
+
+def qwen3_5(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """Qwen3.5: Qwen3-Next with an MLP in place of experts."""
+    spec = read_decoder(fields, architecture, (None,) * num_layers(fields), replace(_NEXT, kv_heads=4))
+    return _with_delta_nets(spec, fields)
+
+
+def _with_delta_nets(spec: ModelSpec, fields: HfConfigReader) -> ModelSpec:
+    """Applies ``layer_types``, the gate of attention, and norms that multiply by 1 + weight."""
+    interval = fields.integer("full_attention_interval", 1, MAX_LAYERS, 4)
+    kinds = read_layer_types(fields, _LINEAR) or [
+        FULL if (layer + 1) % interval == 0 else _LINEAR for layer in range(spec.num_layers)
+    ]
+    if FULL not in kinds:
+        raise fields.wrong("layer_types", f"must leave a layer with {FULL}")
+    net = read_delta_net(fields, spec.norm_eps)
+    return replace(
+        with_biases(spec, fields),
+        qk_norm=QkNorm.HEAD,
+        norm_offset=1.0,
+        gated_attention=True,
+        recurrent=tuple(None if kind == FULL else net for kind in kinds),
+    )
+
+
+def granite_hybrid(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """Granite 4's hybrids: Granite with Mamba-2 in place of attention in most layers, and an MLP beside the experts, or
+    only an MLP."""
+    if "layer_types" in fields:
+        named = [_LINEAR if kind == "mamba" else kind for kind in fields.texts("layer_types")]
+        fields = fields.with_values(layer_types=named)
+    kinds = read_layer_types(fields, _LINEAR) or [_LINEAR] * num_layers(fields)
+    if FULL not in kinds:
+        raise fields.wrong("layer_types", f"must leave a layer with {FULL}")
+    spec = read_decoder(fields, architecture, (None,) * len(kinds), Defaults(max_positions=2048))
+    mamba = read_mamba2(fields, spec.hidden_size, spec.norm_eps)
+    shared = fields.integer("shared_intermediate_size", 1, MAX_SIZE, 1024)
+    if fields.integer("num_local_experts", 0, MAX_EXPERTS, 8):
+        experts = read_experts(fields, "num_local_experts", 8, 2, spec.intermediate_size)
+        spec = replace(spec, experts=replace(experts, shared_size=shared))
+    else:
+        spec = replace(spec, intermediate_size=shared)
+    if fields.text("position_embedding_type", "none") != "rope":
+        spec = replace(spec, ropes=(NoRope(),) * spec.num_layers)
+    recurrent = tuple(None if kind == FULL else mamba for kind in kinds)
+    return with_granites_factors(replace(with_biases(spec, fields), recurrent=recurrent), fields)
+
+
 FAMILIES: dict[str, Family] = {
     "Dots1ForCausalLM": dots1,
     "Glm4MoeForCausalLM": glm4_moe,
     "GptOssForCausalLM": gpt_oss,
     "GraniteMoeForCausalLM": granite_moe,
+    "GraniteMoeHybridForCausalLM": granite_hybrid,
     "HunYuanMoEV1ForCausalLM": hunyuan_moe,
+    "Lfm2MoeForCausalLM": lfm2_moe,
     "Llama4ForCausalLM": llama4,
     "MiniMaxM2ForCausalLM": minimax_m2,
     "MixtralForCausalLM": mixtral,
     "OlmoeForCausalLM": olmoe,
     "Qwen2MoeForCausalLM": qwen2_moe,
     "Qwen3MoeForCausalLM": qwen3_moe,
+    "Qwen3NextForCausalLM": qwen3_next,
+    "Qwen3_5ForCausalLM": qwen3_5,
+    "Qwen3_5MoeForCausalLM": partial(qwen3_next, experts=256, per_token=8),
     "SolarOpenForCausalLM": solar_open,
 }
 """The families of this file. ``registry`` collects those of all files."""

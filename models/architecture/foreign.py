@@ -14,7 +14,8 @@ from penstock.models.architecture.decoder import (
 )
 from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.rope_config import FULL, SLIDING
-from penstock.models.architecture.spec import ModelSpec, NamedShape
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import NamedShape
 
 SUFFIXES = ("ForCausalLM", "LMHeadModel")
 """The endings of the names of decoders in transformers."""

@@ -1,9 +1,13 @@
 """Reads fields of a Hugging Face config with limits, so that errors name the field. Independent of model families."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.models.errors import ModelError
+
+_INFINITY = {"__float__": "Infinity"}
+"""How transformers writes an infinite number."""
 
 
 class HfConfigReader:
@@ -85,8 +89,10 @@ class HfConfigReader:
         return value
 
     def numbers(self, name: str, length: int, low: float, high: float) -> tuple[float, ...]:
-        """A list of ``length`` finite numbers in [low, high]."""
+        """A list of ``length`` numbers in [low, high], whose bounds may be infinite."""
         values = self._get(name, None)
+        if isinstance(values, list):
+            values = [math.inf if value == _INFINITY else value for value in values]
         if not isinstance(values, list) or len(values) != length or not all(_is_number(v, low, high) for v in values):
             raise self.wrong(name, f"must be a list of {length} numbers from {low:g} to {high:g}")
         return tuple(float(value) for value in values)

@@ -5,6 +5,7 @@ from functools import partial
 
 from penstock.models.architecture.decoder import (
     MAX_HEADS,
+    MAX_LAYERS,
     MAX_SIZE,
     Defaults,
     Family,
@@ -16,6 +17,7 @@ from penstock.models.architecture.decoder import (
     with_layer_norms,
 )
 from penstock.models.architecture.hf_config import HfConfigReader
+from penstock.models.architecture.recurrent import read_nemotrons_mamba2
 from penstock.models.architecture.rope_config import read_rope
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import NormPlacement, NoRope, PositionTable, QkNorm
@@ -201,11 +203,59 @@ def nemotron(fields: HfConfigReader, architecture: str) -> ModelSpec:
     return replace(spec, norm_offset=1.0, mlp_bias=fields.flag("mlp_bias", False))
 
 
+def nemotron_h(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """Nemotron-H: RMS norms, and layers that are Mamba-2, attention that rotates nothing, or a squared ReLU MLP."""
+    kinds = _blocks(fields)
+    defaults = Defaults(
+        max_positions=4096,
+        kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        norm_eps_field="layer_norm_epsilon",
+        activation_field="mlp_hidden_act",
+        activation="relu2",
+        gated_mlp=False,
+    )
+    spec = read_decoder(fields, architecture, (None,) * len(kinds), defaults)
+    mamba = read_nemotrons_mamba2(fields, spec.norm_eps)
+    return replace(
+        spec,
+        mlp_bias=fields.flag("mlp_bias", False),
+        ropes=(NoRope(),) * len(kinds),
+        recurrent=tuple(mamba if kind == "mamba" else None for kind in kinds),
+        mlp_only=tuple(kind == "mlp" for kind in kinds),
+    )
+
+
+def _blocks(fields: HfConfigReader) -> list[str]:
+    """Returns what each layer is: mamba, attention or mlp."""
+    name = next((name for name in ("layers_block_type", "layer_types") if name in fields), "hybrid_override_pattern")
+    if name == "hybrid_override_pattern":
+        kinds = [_NEMOTRONS_BLOCKS.get(letter, letter) for letter in fields.text(name)]
+    else:
+        kinds = [_NEMOTRONS_BLOCKS.get(kind, kind) for kind in fields.texts(name)]
+    if not 1 <= len(kinds) <= MAX_LAYERS or not {"attention"} <= set(kinds) <= {"mamba", "attention", "mlp"}:
+        raise fields.wrong(
+            name,
+            "must have only Mamba-2, attention and MLPs, and some attention: experts without a gate are not supported",
+        )
+    return kinds
+
+
 def _with_norms_and_biases(spec: ModelSpec, biased: bool) -> ModelSpec:
     """Applies layer norms, and biases of all linears if ``biased`` is set."""
     spec = with_layer_norms(spec, "weight", "bias")
     return replace(spec, qkv_bias=biased, output_bias=biased, mlp_bias=biased)
 
+
+_NEMOTRONS_BLOCKS = {
+    "M": "mamba",
+    "*": "attention",
+    "-": "mlp",
+    "linear_attention": "mamba",
+    "full_attention": "attention",
+}
+"""Other names of layers of Nemotron-H."""
 
 FAMILIES: dict[str, Family] = {
     "Cohere2ForCausalLM": cohere2,
@@ -214,6 +264,7 @@ FAMILIES: dict[str, Family] = {
     "GPT2LMHeadModel": gpt2,
     "GPTNeoXForCausalLM": gpt_neox,
     "NemotronForCausalLM": nemotron,
+    "NemotronHForCausalLM": nemotron_h,
     "OPTForCausalLM": opt,
     "OlmoForCausalLM": olmo,
     "PhiForCausalLM": phi,

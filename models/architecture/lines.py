@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 _STATE = "recurrent state is not supported"
-_LATENT = "latent attention is not supported"
+_SPARSE = "sparse attention is not supported"
 _CODE = "their code is not part of transformers"
 
 
@@ -25,7 +25,16 @@ LINES = (
     ModelLine("Qwen3-Coder-30B-A3B", ("Qwen3MoeForCausalLM",)),
     ModelLine("Qwen3-Embedding", ("Qwen3ForCausalLM",), has_template=False),
     ModelLine("Qwen1.5, Qwen2, Qwen2.5, -Coder, -Math", ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")),
-    ModelLine("Qwen3-Next, Qwen3.5, Qwen3.6", (), _STATE),
+    ModelLine("Qwen3-Next", ("Qwen3NextForCausalLM",)),
+    ModelLine(
+        "Qwen3.5, Qwen3.6, for text",
+        (
+            "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForConditionalGeneration",
+            "Qwen3_5ForCausalLM",
+            "Qwen3_5MoeForCausalLM",
+        ),
+    ),
     ModelLine(
         "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, for text",
         (
@@ -78,28 +87,38 @@ LINES = (
         has_template=False,
     ),
     ModelLine("gpt-oss", ("GptOssForCausalLM",)),
-    ModelLine("DeepSeek V3, V3.1, R1, V3.2, V4", (), _LATENT),
+    ModelLine(
+        "DeepSeek V2, V2.5, Coder V2, V3, V3.1, R1, V3.2, V4",
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+        f"V3.2 and V4: {_SPARSE}",
+    ),
+    ModelLine(
+        "Kimi K2, Moonlight",
+        ("DeepseekV3ForCausalLM",),
+        "K2.5 and later: their wrapper is not supported; tiktoken.model is not read: convert it to tokenizer.json",
+    ),
     ModelLine(
         "GLM-4-9B, GLM-4-0414, GLM-4.5 and later",
-        ("GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM"),
-        f"GLM-5: {_LATENT}",
+        ("GlmForCausalLM", "Glm4ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"),
+        f"GLM-5: {_SPARSE}",
     ),
     ModelLine("dots.llm1", ("Dots1ForCausalLM",)),
     ModelLine("Solar Open", ("SolarOpenForCausalLM",)),
     ModelLine("MiniMax-M2", ("MiniMaxM2ForCausalLM",)),
     ModelLine("SmolLM, SmolLM2", ("LlamaForCausalLM",)),
     ModelLine("SmolLM3", ("SmolLM3ForCausalLM",)),
-    ModelLine("Granite 3, 4", ("GraniteForCausalLM", "GraniteMoeForCausalLM"), f"Granite 4 H: {_STATE}"),
+    ModelLine("Granite 3, 4, 4 H", ("GraniteForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM")),
     ModelLine("OLMo 2", ("Olmo2ForCausalLM",)),
     ModelLine("OLMo 1, OLMo 3, OLMoE", ("OlmoForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM")),
     ModelLine("Falcon3", ("LlamaForCausalLM",)),
     ModelLine("Falcon 7B and 40B, Falcon-H1", ("FalconForCausalLM",), f"Falcon-H1: {_STATE}", has_template=False),
-    ModelLine("LFM2, LFM2.5", (), _STATE),
+    ModelLine("LFM2, LFM2.5", ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM")),
     ModelLine("Llama-3.1-Nemotron-70B, Nano-8B", ("LlamaForCausalLM",)),
     ModelLine(
         "Minitron, Nemotron-4, Nemotron-H, Nemotron 3, Super",
-        ("NemotronForCausalLM",),
-        f"Nemotron-H and 3: {_STATE}; Super (DeciLM): layers of different shapes are not supported",
+        ("NemotronForCausalLM", "NemotronHForCausalLM"),
+        "Nemotron 3: experts without a gate are not supported; Super (DeciLM): layers of different shapes are not "
+        "supported",
     ),
     ModelLine("EXAONE 3.5, EXAONE 4", ("ExaoneForCausalLM", "Exaone4ForCausalLM")),
     ModelLine("InternLM 2, 2.5, 3", ("InternLM2ForCausalLM", "InternLM3ForCausalLM")),
@@ -120,7 +139,7 @@ LINES = (
         ("CohereForCausalLM", "Cohere2ForCausalLM", "Cohere2VisionForConditionalGeneration"),
     ),
     ModelLine(
-        "Hunyuan, ERNIE 4.5, Seed-OSS, Arcee, Apertus, MiniCPM, MiniMax-01 and M1, MiMo, Kimi",
+        "Hunyuan, ERNIE 4.5, Seed-OSS, Arcee, Apertus, MiniCPM, MiniMax-01 and M1, MiMo",
         (
             "HunYuanDenseV1ForCausalLM",
             "HunYuanMoEV1ForCausalLM",
@@ -129,7 +148,7 @@ LINES = (
             "ArceeForCausalLM",
         ),
         "Apertus and ERNIE's MoE models: only by the backend transformers; "
-        f"MiniCPM and MiMo: {_CODE}; MiniMax-01 and M1: {_STATE}; Kimi: {_LATENT}",
+        f"MiniCPM and MiMo: {_CODE}; MiniMax-01 and M1: {_STATE}",
     ),
     ModelLine("Yi-1.5, DeepSeek-coder (first), Hermes, Zephyr, SOLAR", ("LlamaForCausalLM", "MistralForCausalLM")),
     ModelLine(
@@ -227,6 +246,25 @@ PLAIN_ON_CUDA = frozenset(
 )
 """The architectures with parts for which the CUDA backend has no kernels."""
 
+LATENT = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"})
+"""The architectures with latent attention."""
+RECURRENT = frozenset(
+    {
+        "GraniteMoeHybridForCausalLM",
+        "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "NemotronHForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+    }
+)
+"""The architectures with recurrent layers."""
+NOT_ON_CUDA = LATENT | RECURRENT
+"""The architectures that the CUDA backend does not have: on a GPU, plain torch computes them."""
+
 COLUMNS = ("line", "architectures", "GGUF", "on cuda", "tools, reasoning", "not served")
 
 
@@ -240,6 +278,9 @@ def matrix() -> list[tuple[str, ...]]:
         if plain:
             on_cuda = "partly plain torch"
             on_cuda += f": {', '.join(plain)}" if len(plain) < len(line.architectures) else ""
+        if missing := [name for name in line.architectures if name in NOT_ON_CUDA]:
+            others = f"{on_cuda}; on the backend reference: {', '.join(missing)}"
+            on_cuda = others if len(missing) < len(line.architectures) else "on the backend reference"
         served = (on_cuda, tools) if line.architectures else ("", "")
         rows.append((line.name, ", ".join(line.architectures), ", ".join(files), *served, line.left_out))
     return rows

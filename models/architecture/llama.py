@@ -5,6 +5,7 @@ from functools import partial
 
 from penstock.models.architecture.decoder import (
     MAX_LAYERS,
+    MAX_SIZE,
     Defaults,
     Family,
     Windows,
@@ -18,7 +19,9 @@ from penstock.models.architecture.decoder import (
     with_biases,
 )
 from penstock.models.architecture.hf_config import HfConfigReader
+from penstock.models.architecture.recurrent import ShortConvolution
 from penstock.models.architecture.rope_config import (
+    FULL,
     MAX_POSITIONS,
     SLIDING,
     read_partial_rope,
@@ -29,6 +32,9 @@ from penstock.models.architecture.rope_config import (
 )
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import NormPlacement, NoRope, QkNorm
+
+_CONVOLUTION = "conv"
+"""The name of layers with a short convolution in ``layer_types``."""
 
 
 def llama(fields: HfConfigReader, architecture: str) -> ModelSpec:
@@ -287,6 +293,49 @@ def glm4(fields: HfConfigReader, architecture: str) -> ModelSpec:
     return replace(glm(fields, architecture), norm_placement=NormPlacement.BOTH)
 
 
+def lfm2(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """LFM2: Llama with norms on queries and keys, and with short convolutions in place of attention in most layers."""
+    inner = fields.integer("block_ff_dim" if "block_ff_dim" in fields else "intermediate_size", 1, MAX_SIZE, 12288)
+    if fields.flag("block_auto_adjust_ff_dim", True):
+        inner = 2 * inner // 3
+        if not fields.is_null("block_ffn_dim_multiplier"):
+            inner = int(fields.number("block_ffn_dim_multiplier", 0.0, 64.0, 1.0) * inner)
+            unit = fields.integer("block_multiple_of", 1, MAX_SIZE, 256)
+            inner = -(-inner // unit) * unit
+    if not 1 <= inner <= MAX_SIZE:
+        raise fields.wrong("block_ffn_dim_multiplier", f"must make an intermediate size from 1 to {MAX_SIZE}")
+    return replace(lfm2_decoder(fields, architecture, default_inner=12288), intermediate_size=inner)
+
+
+def lfm2_decoder(fields: HfConfigReader, architecture: str, default_inner: int) -> ModelSpec:
+    """Reads what LFM2 and its MoE models share."""
+    kinds = read_layer_types(fields, _CONVOLUTION)
+    count = num_layers(fields)
+    if kinds is None:
+        full = fields.integers("full_attn_idxs", 0, MAX_LAYERS) if "full_attn_idxs" in fields else range(count)
+        kinds = [FULL if layer in full else _CONVOLUTION for layer in range(count)]
+    if FULL not in kinds:
+        raise fields.wrong("layer_types", f"must leave a layer with {FULL}")
+    defaults = Defaults(
+        max_positions=128000,
+        kv_heads=8,
+        inner=default_inner,
+        norm_eps=1e-5,
+        norm_eps_field="norm_eps",
+        tied_embeddings=True,
+        read_rope=partial(read_rope, default_theta=1e6),
+    )
+    spec = read_decoder(fields, architecture, (None,) * count, defaults)
+    taps, biased = fields.integer("conv_L_cache", 2, 64, 3), fields.flag("conv_bias", False)
+    convolution = ShortConvolution(spec.hidden_size, taps, biased)
+    return replace(
+        spec,
+        qk_norm=QkNorm.HEAD,
+        recurrent=tuple(None if kind == FULL else convolution for kind in kinds),
+        tied_embeddings=fields.flag("tie_embedding", spec.tied_embeddings),
+    )
+
+
 def _qwen_windows(fields: HfConfigReader) -> Windows:
     """Without ``layer_types``, the layers from ``max_window_layers`` on have the window."""
     window = read_window(fields, 4096) if fields.flag("use_sliding_window", False) else None
@@ -306,6 +355,7 @@ FAMILIES: dict[str, Family] = {
     "HunYuanDenseV1ForCausalLM": hunyuan,
     "InternLM2ForCausalLM": internlm2,
     "InternLM3ForCausalLM": internlm3,
+    "Lfm2ForCausalLM": lfm2,
     "LlamaForCausalLM": llama,
     "Ministral3ForCausalLM": ministral3,
     "MinistralForCausalLM": mistral,

@@ -5,7 +5,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.models.architecture import experts, gemma, layer_norm, llama
+from penstock.models.architecture import experts, gemma, latent, layer_norm, llama
 from penstock.models.architecture.decoder import Family, read_layer_types
 from penstock.models.architecture.foreign import foreign_spec
 from penstock.models.architecture.hf_config import HfConfigReader
@@ -13,7 +13,15 @@ from penstock.models.architecture.rope_config import CHUNKED, FULL, SLIDING
 from penstock.models.architecture.spec import ModelSpec
 
 FAMILIES: dict[str, Family] = dict(
-    sorted({**experts.FAMILIES, **gemma.FAMILIES, **layer_norm.FAMILIES, **llama.FAMILIES}.items())
+    sorted(
+        {
+            **experts.FAMILIES,
+            **gemma.FAMILIES,
+            **latent.FAMILIES,
+            **layer_norm.FAMILIES,
+            **llama.FAMILIES,
+        }.items()
+    )
 )
 """The function that reads the config of each architecture."""
 
@@ -31,6 +39,8 @@ WRAPPERS = (
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 )
 """Models that see images: a language model, of which only text is served, and parts that are not loaded."""
 
@@ -54,6 +64,8 @@ TEXT_MODELS = {
     "qwen2_vl": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
@@ -148,6 +160,8 @@ def _family(name: str) -> str | None:
 
 def ignored_layer_types(config: Mapping[str, Any], spec: ModelSpec) -> str | None:
     """A warning if ``layer_types`` contradicts what the family computes, which then ignores it; else None."""
+    if spec.has_state:  # the family has read it
+        return None
     windowed = CHUNKED if spec.chunked_windows else SLIDING
     kinds = read_layer_types(HfConfigReader(config), windowed)
     if kinds is None or kinds == [FULL if window is None else windowed for window in spec.windows]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import (
     DefaultRope,
+    LatentAttention,
     LinearRope,
     Llama3Rope,
     LongRope,
@@ -29,8 +30,11 @@ Floats = NDArray[np.float32]
 def row_order(spec: ModelSpec, module: str) -> NDArray[np.int64] | None:
     """Returns the order in which a backend gets the rows of a module, by its name, where the checkpoint rotates
     neighbouring dimensions: in each head first the even ones, then the odd ones. For norms of queries and keys, the
-    order is that of the weight's entries, in the weight's shape. None for other modules."""
+    order is that of the weight's entries, in the weight's shape. With latent attention, the rotated part of a head
+    comes first. None for other modules."""
     name = module.rpartition(".self_attn.")[2]
+    if spec.latent is not None:
+        return _latent_row_order(spec, spec.latent, name)
     if not spec.interleaved_rope or name not in ("q_proj", "k_proj", "q_norm", "k_norm"):
         return None
     dims, rotated = np.arange(spec.head_dim), spec.rotary_dim
@@ -39,6 +43,19 @@ def row_order(spec: ModelSpec, module: str) -> NDArray[np.int64] | None:
     heads = 1 if is_norm and spec.qk_norm is QkNorm.HEAD else spec.num_heads if is_query else spec.num_kv_heads
     whole: NDArray[np.int64] = np.arange(heads)[:, None] * spec.head_dim + order
     return whole.reshape(spec.qk_norm_shapes[0 if is_query else 1] if is_norm else -1)
+
+
+def _latent_row_order(spec: ModelSpec, latent: LatentAttention, name: str) -> NDArray[np.int64] | None:
+    rotated, rest = np.arange(latent.qk_rope_head_dim), np.arange(latent.qk_nope_head_dim)
+    if spec.interleaved_rope:
+        rotated = np.concatenate((rotated[::2], rotated[1::2]))
+    if name == "kv_a_proj_with_mqa":
+        return np.concatenate((latent.kv_lora_rank + rotated, np.arange(latent.kv_lora_rank)))
+    if name not in ("q_proj", "q_b_proj"):
+        return None
+    heads = np.arange(spec.num_heads)[:, None] * latent.qk_head_dim
+    order: NDArray[np.int64] = heads + np.concatenate((latent.qk_nope_head_dim + rotated, rest))
+    return order.reshape(-1)
 
 
 def attention_factor(rope: Rope) -> float:

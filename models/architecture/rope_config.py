@@ -82,6 +82,15 @@ def read_query_scaling(fields: HfConfigReader) -> QueryScaling | None:
     )
 
 
+def read_score_factor(fields: HfConfigReader) -> float:
+    """Reads the factor of latent attention's scores that a scaled rope defines with ``mscale_all_dim``."""
+    scaling = _scaling(fields)
+    weight = scaling.number("mscale_all_dim", 0.0, 1e6, 0.0)
+    if _kind(scaling) == "default" or not weight:
+        return 1.0
+    return _yarn_scale(scaling.number("factor", 1.0, 1e6), weight) ** 2
+
+
 def read_rope_by_layer_type(
     fields: HfConfigReader,
     head_dim: int,
@@ -248,9 +257,12 @@ def _yarn_attention_factor(scaling: HfConfigReader, factor: float) -> float:
     if "attention_factor" in scaling:
         return scaling.number("attention_factor", 1e-6, 1e6)
 
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0
-
     numerator = scaling.number("mscale", 0.0, 1e6, 0.0)
     denominator = scaling.number("mscale_all_dim", 0.0, 1e6, 0.0)
-    return scale(numerator) / scale(denominator) if numerator and denominator else scale(1.0)
+    if numerator and denominator:
+        return _yarn_scale(factor, numerator) / _yarn_scale(factor, denominator)
+    return _yarn_scale(factor, 1.0)
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.models.architecture.recurrent import RecurrentMixer, mixer_tensors, state_floats
 from penstock.models.architecture.spec_parts import (
     Activation,
     AttentionSizes,
     Experts,
+    LatentAttention,
     LayerInputs,
+    NamedShape,
     NormKind,
     NormPlacement,
     NoRope,
@@ -19,11 +22,10 @@ from penstock.models.architecture.spec_parts import (
     QkNorm,
     QueryScaling,
     Rope,
+    linear_tensors,
+    mlp_tensors,
 )
 from penstock.models.errors import ModelError
-
-NamedShape = tuple[str, tuple[int, ...]]
-"""A tensor's name and shape."""
 
 BESIDE_NORMS = ("mlp.gate_norm", "mlp.experts_norm", "mlp.experts_post_norm", "mlp.dense_post_norm")
 """Norms of a layer with experts beside its MLP: before the router, before the experts, after them, and after the
@@ -35,7 +37,7 @@ ONES = ("norm.weight", "layer_scalar", "per_expert_scale")
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder with grouped-query attention and a gated MLP, or experts.
+    """A decoder with grouped-query attention or recurrent layers, and a gated MLP, or experts.
 
     Each layer is ``x += o(attention(norm(x)))``, then ``x += down(act(gate(norm(x))) * up(norm(x)))``, with the norms
     that ``norm_placement`` specifies. Tensor names are those of most Hugging Face checkpoints; ``tensor_names`` finds
@@ -56,9 +58,16 @@ class ModelSpec:
     """The numbers of the checkpoint's layers that are not part of the decoder. The others are numbered without gaps."""
     num_heads: int
     num_kv_heads: int
+    """The number is 1 with latent attention: all query heads attend to the vector that is cached."""
     head_dim: int
+    latent: LatentAttention | None
+    """None: each KV head has keys and values."""
     unwindowed: AttentionSizes | None
     """The sizes in layers without a window, if they differ from those in the others."""
+    recurrent: tuple[RecurrentMixer | None, ...]
+    """The recurrent mixer of each layer, in place of attention; None: it has attention."""
+    mlp_only: tuple[bool, ...] | None
+    """If layers have one norm, and either a mixer or the MLP: whether each has the MLP. None: layers have both."""
     kv_sources: tuple[int, ...]
     """The layer whose keys and values each layer attends to: itself, or an earlier one with the same window and sizes.
     In the second case it computes none."""
@@ -94,6 +103,8 @@ class ModelSpec:
     """Whether a window w is instead the size of chunks, which begin at multiples of it: a position attends to those
     before it in its own chunk."""
     qkv_bias: bool
+    gated_attention: bool
+    """Whether attention's outputs are multiplied by the sigmoid of a linear of its input, before the output linear."""
     output_bias: bool
     mlp_bias: bool
     attention_scale: float
@@ -147,9 +158,19 @@ class ModelSpec:
         return self.hidden_size
 
     @property
+    def output_columns(self) -> int:
+        """Input columns of the output projection: the values of all query heads."""
+        return self.query_size if self.latent is None else self.num_heads * self.latent.v_head_dim
+
+    @property
     def head_rows(self) -> int:
         """Rows of the output head."""
         return self.vocab_size
+
+    @property
+    def has_head(self) -> bool:
+        """Whether there is an output head."""
+        return True
 
     @property
     def has_table(self) -> bool:
@@ -181,30 +202,53 @@ class ModelSpec:
 
     def has_kv(self, layer: int) -> bool:
         """Whether the layer has keys and values of its own."""
-        return self.kv_sources[layer] == layer
+        return self.kv_sources[layer] == layer and self.recurrent[layer] is None and self.has_mixer(layer)
+
+    def has_mixer(self, layer: int) -> bool:
+        """Whether the layer has attention or a recurrent mixer."""
+        return self.mlp_only is None or not self.mlp_only[layer]
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether the layer has an MLP or experts."""
+        return self.mlp_only is None or self.mlp_only[layer]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a layer is recurrent."""
+        return any(mixer is not None for mixer in self.recurrent)
+
+    @property
+    def state_floats(self) -> int:
+        """The numbers that the state of all recurrent layers has."""
+        return sum(state_floats(mixer) for mixer in self.recurrent if mixer is not None)
 
     def values_are_keys(self, layer: int) -> bool:
         """Whether the layer has no linear for values."""
         return self.unwindowed is not None and self.unwindowed.values_are_keys and self.windows[layer] is None
 
     def qkv_rows(self, layer: int) -> dict[str, int]:
-        """Returns the layer's linears of queries, keys and values, as many as it has, with their numbers of rows."""
+        """Returns the layer's linears of queries, keys, values and the gate, as many as it has, with their numbers of
+        rows."""
+        if self.latent is not None:
+            return self.latent.first_rows(self.num_heads)
         sizes = self.at(layer)
         if not self.has_kv(layer):
             return {"q_proj": sizes.query_size}
         values = {} if self.values_are_keys(layer) else {"v_proj": sizes.kv_size}
-        return {"q_proj": sizes.query_size, "k_proj": sizes.kv_size, **values}
+        gate = {"gate_proj": sizes.query_size} if self.gated_attention else {}
+        return {"q_proj": sizes.query_size, "k_proj": sizes.kv_size, **values, **gate}
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Returns the bytes that one position's keys and values take, over all layers."""
+        """Returns the bytes that one position's keys and values take, or its latents, over all layers."""
         groups = self.layers_by_kv_sizes().items()
-        return 2 * element_bytes * sum(heads * size * len(layers) for (heads, size), layers in groups)
+        vectors = 2 if self.latent is None else 1
+        return vectors * element_bytes * sum(heads * size * len(layers) for (heads, size), layers in groups)
 
     def divided(self, num_ranks: int) -> "ModelSpec":
         """The part of the model that each of ``num_ranks`` ranks computes: its share of the heads and of the inner
         columns of MLP and experts, and everything else in full. Raises ModelError if they cannot be divided equally.
         """
-        wholes = {"key and value heads": self.num_kv_heads}
+        wholes = {"key and value heads" if self.latent is None else "latent for all heads": self.num_kv_heads}
         experts = self.experts
         if self.unwindowed is not None:
             wholes["key and value heads of layers without a window"] = self.unwindowed.num_kv_heads
@@ -277,22 +321,12 @@ class ModelSpec:
     @property
     def layer_norms(self) -> tuple[str | None, str | None, str | None, str | None]:
         """Names of a layer's norms: before and after attention, before and after the MLP; None where there is none."""
-        match self.norm_placement:
-            case NormPlacement.PRE:
-                return "input_layernorm", None, "post_attention_layernorm", None
-            case NormPlacement.BOTH:
-                return (
-                    "input_layernorm",
-                    "post_attention_layernorm",
-                    "pre_feedforward_layernorm",
-                    "post_feedforward_layernorm",
-                )
-            case NormPlacement.POST:
-                return None, "post_attention_layernorm", None, "post_feedforward_layernorm"
-            case NormPlacement.PARALLEL:
-                return "input_layernorm", None, None, None
-            case NormPlacement.PARALLEL_NORMS:
-                return "input_layernorm", None, "post_attention_layernorm", None
+        return self.norm_placement.norms
+
+    def norms_of(self, layer: int) -> tuple[str | None, str | None, str | None, str | None]:
+        """Returns ``layer_norms``, or the only norm that the layer has, in its place."""
+        only = (None, None, "norm", None) if self.has_mlp(layer) else ("norm", None, None, None)
+        return self.layer_norms if self.mlp_only is None else only
 
     @property
     def is_parallel(self) -> bool:
@@ -312,28 +346,38 @@ class ModelSpec:
 
     def _layer_tensors(self, layer: int) -> Iterator[NamedShape]:
         hidden, sizes = self.hidden_size, self.at(layer)
-        for norm in self.layer_norms:
+        for norm in self.norms_of(layer):
             if norm is not None:
                 yield from self._norm(norm)
-        for name, rows in self.qkv_rows(layer).items():
-            yield from _linear(f"self_attn.{name}", rows, self.qkv_columns, self.qkv_bias)
-        if self.qk_norm not in (QkNorm.NONE, QkNorm.UNWEIGHTED):
-            names = ("q_norm", "k_norm") if self.has_kv(layer) else ("q_norm",)
-            for name, shape in zip(names, sizes.qk_norm_shapes, strict=False):
-                yield f"self_attn.{name}.weight", shape
-        if self.sinks:
-            yield "self_attn.sinks", (self.num_heads,)
-        yield from _linear("self_attn.o_proj", hidden, sizes.query_size, self.output_bias)
+        mixer = self.recurrent[layer]
+        if self.has_mixer(layer):
+            yield from self._attention_tensors(layer) if mixer is None else mixer_tensors(mixer, hidden)
         if self.layer_inputs is not None:
             yield "per_layer_input_gate.weight", (self.layer_inputs.size, hidden)
             yield "per_layer_projection.weight", (hidden, self.layer_inputs.size)
             yield from self._norm("post_per_layer_input_norm")
         if self.layer_scalars:
             yield "layer_scalar", (1,)
-        if not self.has_experts(layer) or (self.experts is not None and self.experts.beside_mlp):
-            yield from _mlp("mlp", hidden, sizes.intermediate_size, self.mlp_bias, self.gated_mlp)
+        beside_mlp = self.experts is not None and self.experts.beside_mlp
+        if self.has_mlp(layer) and (beside_mlp or not self.has_experts(layer)):
+            yield from mlp_tensors("mlp", hidden, sizes.intermediate_size, self.mlp_bias, self.gated_mlp)
         if self.has_experts(layer):
             yield from self._expert_tensors()
+
+    def _attention_tensors(self, layer: int) -> Iterator[NamedShape]:
+        sizes = self.at(layer)
+        for name, rows in self.qkv_rows(layer).items():
+            yield from linear_tensors(f"self_attn.{name}", rows, self.qkv_columns, self.qkv_bias)
+        if self.latent is not None:
+            for name, shape in self.latent.latent_tensors(self.num_heads).items():
+                yield f"self_attn.{name}", shape
+        if self.qk_norm not in (QkNorm.NONE, QkNorm.UNWEIGHTED):
+            names = ("q_norm", "k_norm") if self.has_kv(layer) else ("q_norm",)
+            for name, shape in zip(names, sizes.qk_norm_shapes, strict=False):
+                yield f"self_attn.{name}.weight", shape
+        if self.sinks:
+            yield "self_attn.sinks", (self.num_heads,)
+        yield from linear_tensors("self_attn.o_proj", self.hidden_size, sizes.output_columns, self.output_bias)
 
     def _expert_tensors(self) -> Iterator[NamedShape]:
         hidden = self.hidden_size
@@ -342,27 +386,15 @@ class ModelSpec:
             for norm in BESIDE_NORMS:
                 yield from self._norm(norm)
             yield "mlp.gate.per_expert_scale", (self.experts.num_experts,)
-        yield from _linear("mlp.gate", self.experts.num_experts, hidden, self.experts.biased)
+        yield from linear_tensors("mlp.gate", self.experts.num_experts, hidden, self.experts.biased)
         if self.experts.selection_bias:
             yield "mlp.gate.e_score_correction_bias", (self.experts.num_experts,)
         if self.experts.shared_size:
-            yield from _mlp("mlp.shared_expert", hidden, self.experts.shared_size, self.experts.biased)
+            yield from mlp_tensors("mlp.shared_expert", hidden, self.experts.shared_size, self.experts.biased)
         if self.experts.shared_gated:
             yield "mlp.shared_expert_gate.weight", (1, hidden)
         for expert in range(self.experts.num_experts):
-            yield from _mlp(f"mlp.experts.{expert}", hidden, self.experts.intermediate_size, self.experts.biased)
+            yield from mlp_tensors(f"mlp.experts.{expert}", hidden, self.experts.intermediate_size, self.experts.biased)
 
     def _norm(self, name: str) -> Iterator[NamedShape]:
         return ((f"{name}.{part}", (self.hidden_size,)) for part in self.norm_parts)
-
-
-def _linear(name: str, rows: int, columns: int, biased: bool) -> Iterator[NamedShape]:
-    yield f"{name}.weight", (rows, columns)
-    if biased:
-        yield f"{name}.bias", (rows,)
-
-
-def _mlp(name: str, hidden: int, inner: int, biased: bool, gated: bool = True) -> Iterator[NamedShape]:
-    for part in ("gate_proj", "up_proj") if gated else ("up_proj",):
-        yield from _linear(f"{name}.{part}", inner, hidden, biased)
-    yield from _linear(f"{name}.down_proj", hidden, inner, biased)

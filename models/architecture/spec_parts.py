@@ -1,7 +1,11 @@
 """The parts of a ``ModelSpec``: what differs between families of decoders, as data."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+
+NamedShape = tuple[str, tuple[int, ...]]
+"""A tensor's name and shape."""
 
 
 class Activation(Enum):
@@ -111,6 +115,62 @@ class AttentionSizes:
     """Whether values are the outputs of the keys' linear, before any norm: there is no linear for values."""
 
 
+LATENT_NORM_EPS = 1e-6
+"""Added to the mean square in the norms of latents, whatever the other norms add, as in transformers."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    A token's keys and values follow from one vector, which is cached: a rotated part of ``qk_rope_head_dim``, which is
+    part of the keys of all heads, and a latent of ``kv_lora_rank``, from which ``kv_b_proj`` computes the other part of
+    each head's key, ``qk_nope_head_dim``, and its value, ``v_head_dim``. Backends compute the absorbed form: a head's
+    query is multiplied by its matrix of keys, all heads attend to the cached vector, and the weighted mean of latents
+    is multiplied by the head's matrix of values. A backend gets the rows of projections in an order in which the
+    rotated part of a head comes first.
+    """
+
+    q_lora_rank: int | None
+    """The size of the latent that queries are computed from; None: they are computed from the hidden state."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        """The size of a head's queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """The size of the vector that is cached."""
+        return self.qk_rope_head_dim + self.kv_lora_rank
+
+    def first_rows(self, num_heads: int) -> dict[str, int]:
+        """Returns the linears of the hidden state with their numbers of rows: that of the cached vector, and that of
+        queries or of their latent."""
+        queries = {"q_proj": num_heads * self.qk_head_dim}
+        if self.q_lora_rank is not None:
+            queries = {"q_a_proj": self.q_lora_rank}
+        return {"kv_a_proj_with_mqa": self.cached_dim, **queries}
+
+    def latent_tensors(self, num_heads: int) -> dict[str, tuple[int, ...]]:
+        """Returns the other tensors of a layer's attention, except for the output projection, with their shapes."""
+        queries: dict[str, tuple[int, ...]] = {}
+        if self.q_lora_rank is not None:
+            queries = {
+                "q_a_layernorm.weight": (self.q_lora_rank,),
+                "q_b_proj.weight": (num_heads * self.qk_head_dim, self.q_lora_rank),
+            }
+        return {
+            **queries,
+            "kv_a_layernorm.weight": (self.kv_lora_rank,),
+            "kv_b_proj.weight": (num_heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank),
+        }
+
+
 @dataclass(frozen=True)
 class LayerInputs:
     """Inputs of every layer that depend on the token (Gemma 3n). For layer l, e is the token's embedding of ``size``
@@ -143,6 +203,26 @@ class NormPlacement(Enum):
     """x += attention(y) + mlp(y), where y = norm(x)"""
     PARALLEL_NORMS = auto()
     """x += attention(norm(x)) + mlp(norm(x)), with two norms"""
+
+    @property
+    def norms(self) -> tuple[str | None, str | None, str | None, str | None]:
+        """Their names: before and after attention, before and after the MLP; None where there is none."""
+        match self:
+            case NormPlacement.PRE:
+                return "input_layernorm", None, "post_attention_layernorm", None
+            case NormPlacement.BOTH:
+                return (
+                    "input_layernorm",
+                    "post_attention_layernorm",
+                    "pre_feedforward_layernorm",
+                    "post_feedforward_layernorm",
+                )
+            case NormPlacement.POST:
+                return None, "post_attention_layernorm", None, "post_feedforward_layernorm"
+            case NormPlacement.PARALLEL:
+                return "input_layernorm", None, None, None
+            case NormPlacement.PARALLEL_NORMS:
+                return "input_layernorm", None, "post_attention_layernorm", None
 
 
 class QkNorm(Enum):
@@ -200,7 +280,8 @@ class Experts:
     """Whether experts are chosen by score plus a bias. The outputs are multiplied by the scores without it."""
     num_groups: int = 1
     groups_per_token: int = 1
-    """Experts are chosen from the groups whose two highest scores, with the bias, have the largest sums."""
+    """Experts are chosen from the groups with the highest scores. Of sigmoids, a group's score is the sum of the two
+    highest, with the bias; of a softmax it is the highest one."""
     scale: float = 1.0
     """The factor of the scores that the outputs are multiplied by."""
     shared_size: int = 0
@@ -212,3 +293,17 @@ class Experts:
     beside_mlp: bool = False
     """Whether layers with experts have the MLP too: the sum is ``norm(mlp(norm(x))) + norm(experts(norm(x)))``, the
     router reads a third norm of x, and each expert's output has a factor of its own."""
+
+
+def linear_tensors(name: str, rows: int, columns: int, biased: bool) -> Iterator[NamedShape]:
+    """Yields the tensors of a linear."""
+    yield f"{name}.weight", (rows, columns)
+    if biased:
+        yield f"{name}.bias", (rows,)
+
+
+def mlp_tensors(name: str, hidden: int, inner: int, biased: bool, gated: bool = True) -> Iterator[NamedShape]:
+    """Yields the tensors of an MLP, or of an expert."""
+    for part in ("gate_proj", "up_proj") if gated else ("up_proj",):
+        yield from linear_tensors(f"{name}.{part}", inner, hidden, biased)
+    yield from linear_tensors(f"{name}.down_proj", hidden, inner, biased)

@@ -13,11 +13,12 @@ from penstock.models.architecture.foreign import ForeignSpec
 from penstock.models.architecture.registry import nearest
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.batch.batch import Batch, BatchResult
-from penstock.models.checkpoint.adapter import LoraAdapter
+from penstock.models.batch.row_states import StateCommit
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.info import CheckpointInfo
+from penstock.models.checkpoint.lora.adapter import LoraAdapter
 from penstock.models.errors import ModelError
-from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
+from penstock.scheduler.worker_config import DraftMethod, WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,10 @@ class Backend(Protocol):
     @property
     def needs_tokens(self) -> bool:
         """Whether a batch may only start once all tokens of its rows are known, although it ``runs_ahead``."""
+
+    @property
+    def states(self) -> "RecurrentStates | None":
+        """The rows' recurrent states; None if the model has none."""
 
     def reset_blocks(self, block_ids: list[int]) -> None:
         """Discards the blocks' content so that none of it can be read: they have a new owner, who will write them."""
@@ -59,6 +64,17 @@ class Backend(Protocol):
         may start before this one is finished: its rows' newest tokens are then ``UNKNOWN``."""
 
 
+class RecurrentStates(Protocol):
+    """The slots of a model's recurrent states. Calls run strictly in order with the backend's steps, which advance the
+    states of their rows by ``Batch.states``."""
+
+    def begin(self, slot: int, source: int) -> None:
+        """Copies the state in ``source`` to ``slot``, or writes zeros if it is ``NO_SLOT``."""
+
+    def commit(self, batch: Batch, commits: list[StateCommit]) -> None:
+        """Advances states by tokens of the step that was computed last, which it computed from copies of them."""
+
+
 Finish = Callable[[], BatchResult]
 """Waits until a batch is computed. It is called once per batch, in order, possibly on another thread."""
 
@@ -78,6 +94,7 @@ class SynchronousBackend(ABC):
     """A base class for backends that compute a batch within ``start_step``."""
 
     runs_ahead, needs_tokens = False, False
+    states: RecurrentStates | None = None
 
     def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
         """Never called: a backend without slots for adapters refuses them at the start."""
@@ -105,7 +122,9 @@ def context_of(config: WorkerConfig, spec: ModelSpec, num_blocks: int | None = N
     return min(max_model_len, num_blocks * config.block_size)
 
 
-def shared_facts(config: WorkerConfig, info: CheckpointInfo, num_blocks: int, default_budget: int) -> dict[str, Any]:
+def shared_facts(
+    config: WorkerConfig, info: CheckpointInfo, num_blocks: int, default_budget: int, num_state_slots: int = 0
+) -> dict[str, Any]:
     """Returns the ``WorkerFacts`` that follow from the config, the model's files and the number of blocks.
     ``default_budget`` is the number of tokens in a step unless the config sets it. Logs a context that is shortened."""
     spec = info.spec
@@ -117,12 +136,20 @@ def shared_facts(config: WorkerConfig, info: CheckpointInfo, num_blocks: int, de
             f"{max_model_len:,}",
             f"{wanted:,}",
         )
+    max_num_seqs = min(config.max_num_seqs, num_state_slots) if spec.has_state else config.max_num_seqs
+    if max_num_seqs < config.max_num_seqs:
+        logger.warning(
+            "at most %d sequences run at a time: half of the KV budget holds no more recurrent states; raise "
+            "--kv-cache-memory-bytes or --gpu-memory-utilization for more",
+            max_num_seqs,
+        )
     return {
         "num_blocks": num_blocks,
         "block_size": config.block_size,
         "vocab_size": spec.vocab_size,
         "max_model_len": max_model_len,
-        "max_num_seqs": config.max_num_seqs,
+        "max_num_seqs": max_num_seqs,
+        "num_state_slots": num_state_slots,
         "max_num_batched_tokens": config.max_num_batched_tokens or default_budget,
         "architecture": spec.architecture,
         "device": config.device,
@@ -142,6 +169,8 @@ class _Entry:
     """The device for which ``auto`` considers the backend; None for all."""
     extra: str
     """The package's extra that installs what the backend imports."""
+    has_states: bool = False
+    """Whether it runs recurrent layers."""
     has_stages: bool = False
     """Whether it can be one of several stages. Its module then has ``load_stage``."""
     has_adapters: bool = True
@@ -149,9 +178,9 @@ class _Entry:
 
 
 BACKENDS = {
-    "cpu": _Entry("penstock.models.backends.cpu.backend", "cpu", "cpu", has_stages=True),
+    "cpu": _Entry("penstock.models.backends.cpu.backend", "cpu", "cpu", has_states=True, has_stages=True),
     "cuda": _Entry("penstock.models.backends.cuda.backend", "cuda", "cuda"),
-    "reference": _Entry("penstock.models.backends.reference.backend", None, "torch"),
+    "reference": _Entry("penstock.models.backends.reference.backend", None, "torch", has_states=True),
     "transformers": _Entry("penstock.models.backends.transformers_module.backend", None, "torch", has_adapters=False),
 }
 """Backends by name. ``auto`` picks the first one that can run the model."""
@@ -185,6 +214,8 @@ def _choose_backend(config: WorkerConfig) -> tuple[ModuleType, CheckpointInfo]:
     info = check_checkpoint(Path(config.model), weights=config.load_format != "dummy")
     if config.tensor_parallel_rank == 0 and config.pipeline_parallel_rank == 0:
         _log_checkpoint(config, info)
+    if info.spec.has_state and (conflict := _state_conflict(config, info)):
+        raise ModelError(f"{conflict}: {info.spec.architecture} has recurrent layers, which do not work with it yet")
     reasons: list[str] = []
     for name in _candidates(config, info):
         entry = BACKENDS[name]
@@ -199,6 +230,19 @@ def _choose_backend(config: WorkerConfig) -> tuple[ModuleType, CheckpointInfo]:
             return module, info
         reasons.append(f"--backend {name}: {why_not}")
     raise ModelError("; ".join(reasons))
+
+
+def _state_conflict(config: WorkerConfig, info: CheckpointInfo) -> str | None:
+    """Returns what does not work with recurrent layers, with a remedy; None if everything does."""
+    if config.tensor_parallel_size > 1:
+        return f"leave --tensor-parallel-size {config.tensor_parallel_size} out"
+    if config.pipeline_parallel_size > 1:
+        return f"leave --pipeline-parallel-size {config.pipeline_parallel_size} out"
+    if config.speculation is not None and config.speculation.method is DraftMethod.EAGLE3:
+        return "choose another method than eagle3 for --speculative-config"
+    if info.quantization is not None:
+        return f"use the unquantised checkpoint instead of {info.path}, with --quantization int8 or int4"
+    return None
 
 
 def _log_checkpoint(config: WorkerConfig, info: CheckpointInfo) -> None:
@@ -231,11 +275,16 @@ def _why_not(name: str, module: ModuleType, config: WorkerConfig, info: Checkpoi
         )
     if config.max_loras and info.path.is_file():
         return f"--max-loras is {config.max_loras}, and adapters for GGUF files are not supported: leave it out"
+    if config.attention_backend != "triton" and name != "cuda":
+        return f"--attention-backend {config.attention_backend} is for the cuda backend: leave it out"
     if config.pipeline_parallel_size > 1 and not BACKENDS[name].has_stages:
         able = " or ".join(other for other, entry in BACKENDS.items() if entry.has_stages)
         return (
             f"--pipeline-parallel-size is {config.pipeline_parallel_size}, and this backend has no stages: leave that "
             f"out, or give --backend {able}"
         )
+    if info.spec.has_state and not BACKENDS[name].has_states:
+        able = " or ".join(other for other, entry in BACKENDS.items() if entry.has_states)
+        return f"{info.spec.architecture} has recurrent layers, which this backend does not run: give --backend {able}"
     reason: str | None = module.unsupported_reason(config, info) if hasattr(module, "unsupported_reason") else None
     return reason

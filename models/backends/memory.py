@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import psutil
 
@@ -63,17 +64,47 @@ SHORTEST_CONTEXT = 1024
 """The shortest context, in tokens, that a service has by itself, if the model's own is not shorter."""
 
 
+SNAPSHOT_TOKENS = 1024
+"""A model with recurrent layers has room to save a state for this many tokens of KV: a conversation or two."""
+
+
+class CacheSizes(NamedTuple):
+    """What a worker allocates for its rows."""
+
+    num_blocks: int
+    num_state_slots: int
+
+
 def num_kv_blocks(
     config: WorkerConfig, block_bytes: int, max_model_len: int, num_spare: int = 0, parallel: TensorParallel = ALONE
 ) -> int:
-    """Returns how many KV blocks of ``block_bytes`` to allocate besides ``num_spare``, once the weights are loaded; the
-    same on every rank. Raises ModelError if the requested memory is not free, or a request of full length does not fit:
-    where ``--max-model-len`` is not given, one of SHORTEST_CONTEXT (see ``base.context_of``)."""
+    """Returns the number of KV blocks of a model without recurrent layers; see ``cache_sizes``."""
+    return cache_sizes(config, block_bytes, 0, max_model_len, num_spare, parallel).num_blocks
+
+
+def cache_sizes(
+    config: WorkerConfig,
+    block_bytes: int,
+    state_bytes: int,
+    max_model_len: int,
+    num_spare: int = 0,
+    parallel: TensorParallel = ALONE,
+) -> CacheSizes:
+    """Returns how many KV blocks of ``block_bytes`` to allocate besides ``num_spare``, and how many slots for recurrent
+    states of ``state_bytes``, once the weights are loaded; the same on every rank. Raises ModelError if the requested
+    memory is not free, or a request of full length does not fit: where ``--max-model-len`` is not given, one of
+    SHORTEST_CONTEXT (see ``base.context_of``).
+
+    States take at most half of the budget: a slot for each of ``--max-num-seqs`` rows, then one for each
+    SNAPSHOT_TOKENS of the KV that the rest holds.
+    """
     block_bytes += config.block_bytes_beside
+    snapshot_blocks = max(1, SNAPSHOT_TOKENS // config.block_size)
     free = _free_bytes_everywhere(config, parallel)
     flag = "--kv-cache-memory-bytes"
     if config.num_blocks is not None:
-        budget = (config.num_blocks + num_spare) * block_bytes
+        num_slots = config.max_num_seqs + config.num_blocks // snapshot_blocks if state_bytes else 0
+        budget = (config.num_blocks + num_spare) * block_bytes + num_slots * state_bytes
     elif config.kv_cache_bytes is not None:
         budget = config.kv_cache_bytes
     else:
@@ -81,17 +112,23 @@ def num_kv_blocks(
     if budget > free:
         raise ModelError(f"{flag} {budget}: {config.device} has {_gib(free)} free after the weights: give less")
     if config.num_blocks is not None:
-        return config.num_blocks
-    blocks = budget // block_bytes - num_spare
+        return CacheSizes(config.num_blocks, num_slots)
     least = max_model_len if config.max_model_len is not None else min(max_model_len, SHORTEST_CONTEXT)
-    needed = -(-least // config.block_size)
-    if blocks < needed:
+    needed = -(-least // config.block_size) + num_spare
+    num_slots = 0
+    if state_bytes:
+        most = max(1, min(budget // 2, budget - needed * block_bytes) // state_bytes)
+        live = min(config.max_num_seqs, most)
+        saved = (budget - live * state_bytes) // (state_bytes + snapshot_blocks * block_bytes)
+        num_slots = min(live + max(0, saved), most)
+    blocks = (budget - num_slots * state_bytes) // block_bytes - num_spare
+    if blocks < needed - num_spare:
         shorter = f", or lower --max-model-len to at most {blocks * config.block_size}" if blocks > 0 else ""
         raise ModelError(
             f"{flag} leaves {_gib(budget)} for the KV cache, and one request of {least} tokens needs "
-            f"{_gib((needed + num_spare) * block_bytes)}: raise {flag}{shorter}"
+            f"{_gib(needed * block_bytes + state_bytes)}: raise {flag}{shorter}"
         )
-    return blocks
+    return CacheSizes(blocks, num_slots)
 
 
 def _free_bytes_everywhere(config: WorkerConfig, parallel: TensorParallel) -> int:

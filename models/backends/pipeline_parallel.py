@@ -87,6 +87,8 @@ def check_stages(spec: ModelSpec, num_stages: int) -> None:
             f"{flag}: every layer of {spec.architecture} has inputs of its own, which only the first stage could "
             "compute: leave it out"
         )
+    if num_stages > 1 and spec.has_state:
+        raise ModelError(f"{flag}: the recurrent states of {spec.architecture} need one process: leave it out")
     if num_stages > 1 and not all(spec.has_kv(layer) for layer in range(spec.num_layers)):
         raise ModelError(
             f"{flag}: layers of {spec.architecture} read the keys and values of other layers, which would be in "

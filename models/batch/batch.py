@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.models.batch.pooled_row import PooledRow
+from penstock.models.batch.row_states import StateCommit, StateStep
 from penstock.models.batch.rows import Ids, Row, RowTable
 from penstock.models.batch.sampled_positions import NO_DRAFTS, GrammarBitmasks, SampledPosition
 from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, TokenLogprobs
@@ -39,7 +40,10 @@ class Batch:
     masks: GrammarBitmasks | None = None
     """None if no sampled position has a grammar."""
     feature_layers: tuple[int, ...] = ()
-    """The layers whose input hidden states are returned for all tokens."""
+    """The layers whose input hidden states are returned for all tokens. The number of layers stands for those after the
+    last norm."""
+    states: Sequence[StateStep] = ()
+    """How the step advances the rows' recurrent states: R entries, or none."""
 
     # Not every backend needs the following, and a step of a small model is short: they are computed at first use,
     # which must come before the next plan.
@@ -91,6 +95,16 @@ class Batch:
                 counted = row.pooled.counted(start, end)
                 if counted:
                     yield row.pooled, first + counted.start - start, len(counted)
+
+    def state_commits(self, num_computed: Sequence[int]) -> list[StateCommit]:
+        """Returns what remains to be done for the rows' states, once their ``num_computed`` after the step is known."""
+        commits = []
+        for index, (row, step) in enumerate(zip(self.rows, self.states, strict=False)):
+            certain = int(self.starts[index]) + step.certain
+            if row.state is not None and num_computed[index] > certain:
+                saves = row.state.take_saves(certain, num_computed[index])
+                commits.append(StateCommit(index, num_computed[index] - certain, saves))
+        return commits
 
     def prompt_spans(self) -> Iterator[tuple[Row, int, int, int]]:
         """Yields, for each row whose prompt log-probabilities are requested and computed by this batch: the row, the
@@ -188,4 +202,18 @@ def build_batch(
         sampled=sampled,
         num_sampled=num_sampled,
         feature_layers=feature_layers,
+        states=_state_steps(spans),
     )
+
+
+def _state_steps(spans: Sequence[tuple[Row, int, int, Sequence[int]]]) -> list[StateStep]:
+    """Returns how the states of rows with these starts, ends and drafts advance; nothing without states."""
+    steps = []
+    for row, start, end, drafted in spans:
+        if row.state is None:
+            return []
+        certain = end - len(drafted)
+        if row.matcher is not None and certain == len(row.history) and row.pooled is None:
+            certain -= 1  # its mask may come late, and then the token is computed again
+        steps.append(StateStep(row.state.slot, certain - start, row.state.take_saves(start, certain)))
+    return steps

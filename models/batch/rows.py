@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from penstock.models.batch.grammar_matcher import GrammarMatcher
 from penstock.models.batch.pooled_row import PooledRow
 from penstock.models.batch.reasoning_tracker import ReasoningTracker
+from penstock.models.batch.row_states import RowState
 from penstock.models.batch.token_counts import TokenCounts
-from penstock.scheduler.plan import AddedRow, SamplingParams, StepPlan
+from penstock.scheduler.plan import NO_SLOT, AddedRow, SamplingParams, StateSnapshot, StepPlan
 
 Ids = NDArray[np.int64]
 
@@ -56,6 +57,8 @@ class Row:
     """Set if the row's reasoning has a limit."""
     prediction: list[int] = field(default_factory=list)
     """The output that the caller expects; empty if it expects none."""
+    state: RowState | None = None
+    """Set if the model has recurrent layers."""
     is_dropped: bool = False
     """Whether a plan has dropped the row; a step that began earlier may still compute it."""
     adapter: int = 0
@@ -85,10 +88,11 @@ class RowTable:
     A plan that contradicts the rows is a bug in the scheduler and raises AssertionError.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, hidden_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, hidden_size: int, num_state_slots: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.hidden_size = hidden_size
+        self.num_state_slots = num_state_slots
         self._rows: dict[int, Row] = {}
         self._tables: Ids = np.full((16, 16), num_blocks, dtype=np.int64)
 
@@ -109,6 +113,8 @@ class RowTable:
             row = self[more.row]
             self._extend(row, more.block_ids)
             fresh += more.block_ids
+        for snapshot in plan.snapshots:
+            self._add_snapshot(snapshot)
         return fresh
 
     def tables(self, rows: list[Row]) -> Ids:
@@ -145,11 +151,29 @@ class RowTable:
             if sampling.reasoning is None
             else ReasoningTracker(sampling.reasoning, added.num_prompt_tokens),
             prediction=added.prediction,
+            state=self._state(added),
             adapter=added.adapter,
         )
         self._rows[added.row] = row
         self._extend(row, added.block_ids)
         assert row.num_blocks * self.block_size >= row.num_computed, f"row {added.row} has KV outside its blocks"
+
+    def _state(self, added: AddedRow) -> RowState | None:
+        if not self.num_state_slots:
+            return None
+        assert 0 <= added.state_slot < self.num_state_slots, f"row {added.row} has no such slot for its state"
+        assert added.state_source < self.num_state_slots, f"row {added.row} begins with no such state"
+        begins_empty = added.state_source == NO_SLOT
+        assert begins_empty == (added.num_computed == 0), f"row {added.row} begins with another state"
+        return RowState(added.state_slot)
+
+    def _add_snapshot(self, snapshot: StateSnapshot) -> None:
+        row = self[snapshot.row]
+        assert row.state is not None, f"row {row.number} has no state"
+        assert 0 <= snapshot.slot < self.num_state_slots, f"row {row.number} has no such slot"
+        assert snapshot.position % self.block_size == 0, f"row {row.number} has no block that ends at its snapshot"
+        assert snapshot.position > row.num_computed, f"row {row.number} has passed position {snapshot.position}"
+        row.state.snapshots.append((snapshot.position, snapshot.slot))
 
     def _extend(self, row: Row, block_ids: list[int]) -> None:
         if not block_ids:

@@ -224,7 +224,7 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
         classifier = find_classifier(whole, config, spec)
     except ModelError as error:
         raise ModelError(f"{path / CONFIG}: {str(error).removeprefix(CONFIG + ': ')}") from error
-    quantization = _find_quantization(path, config)
+    quantization = find_quantization(path, config)
     ignored = None if isinstance(spec, ForeignSpec) else ignored_layer_types(config, spec)
     warnings = [f"{path / CONFIG}: {ignored}"] if ignored else []
     if classifier is not None:
@@ -261,13 +261,13 @@ def check_checkpoint(path: Path, weights: bool = True) -> CheckpointInfo:
     entries, kv_scales = find_kv_scales(spec, entries)
     entries = find_views(spec, entries)
     quantized = find_quantized(quantization, spec, entries, path, partial(stored_name, spec))
-    tensors = _match(spec, entries, quantized, path)
+    tensors = match_tensors(spec, entries, quantized, path)
     return CheckpointInfo(
         path, config, spec, tensors, quantization, quantized, tuple(warnings), kv_scales, classifier=classifier
     )
 
 
-def _find_quantization(path: Path, config: Mapping[str, Any]) -> Quantization | None:
+def find_quantization(path: Path, config: Mapping[str, Any]) -> Quantization | None:
     """Returns the quantisation in config.json. Older checkpoints of NVIDIA's Model Optimizer have it only in another
     file. Raises ModelError."""
     is_in_config = config.get(CONFIG_FIELD) is not None or not (path / HF_QUANT_CONFIG).exists()
@@ -367,7 +367,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _match(
+def match_tensors(
     spec: ModelSpec, entries: Mapping[str, TensorEntry], quantized: Mapping[str, QuantizedLinear], path: Path
 ) -> dict[str, TensorEntry]:
     """Returns the tensors that the spec needs besides quantised ones. Raises if one is missing, wrong or unexpected."""

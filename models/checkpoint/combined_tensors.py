@@ -52,5 +52,7 @@ class Naming:
     wholes: Callable[[ModelSpec], Wholes] = _none
     has_draft_layers: bool = False
     """Whether layers follow that only propose drafts. They are not loaded."""
+    left_out: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that only propose drafts. They are not loaded."""
     image_rows: int = 0
     """The last rows of the embedding, which only images use. They are not loaded."""

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 
 from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.registry import spec_from_config
-from penstock.models.architecture.spec import ModelSpec, NamedShape
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import NamedShape
 from penstock.models.checkpoint.checkpoint import read_entries, read_json
+from penstock.models.checkpoint.draft_head import EMBEDDING, FC, HEAD, HeadCheckpoint, HeadSpec
 from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
 from penstock.models.checkpoint.info import CONFIG, FLOAT_DTYPES, CheckpointInfo
@@ -23,7 +25,7 @@ NUM_FEATURES = 3
 """The number of the model's layers whose input hidden states the head gets."""
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
-EMBEDDING, FC, HIDDEN_NORM = "model.embed_tokens.weight", "fc", "model.layers.0.hidden_norm.weight"
+HIDDEN_NORM = "model.layers.0.hidden_norm.weight"
 DRAFT_TO_TARGET, IS_DRAFTED = "d2t", "t2d"
 
 UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -31,18 +33,11 @@ UNSUPPORTED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output
 
 
 @dataclass(frozen=True)
-class EagleSpec(ModelSpec):
+class EagleSpec(HeadSpec):
     """The shape of an EAGLE-3 head: ``x = fc(features)``, then one layer. Its queries, keys and values are computed
-    from the next token's embedding and x side by side, each after its norm. Logits cover a vocabulary of its own.
-    Tensors have the same names as in a model."""
+    from the next token's embedding and x side by side, each after its norm. Logits cover a vocabulary of its own."""
 
     draft_vocab_size: int
-    has_embedding: bool
-    """False: the head uses the model's embedding."""
-
-    @property
-    def has_table(self) -> bool:
-        return self.has_embedding
 
     @property
     def qkv_columns(self) -> int:
@@ -57,12 +52,20 @@ class EagleSpec(ModelSpec):
     @property
     def fc_columns(self) -> int:
         """The columns of a position's features."""
+        return self.feature_columns
+
+    @property
+    def feature_columns(self) -> int:
         return NUM_FEATURES * self.hidden_size
+
+    @property
+    def hidden_norm(self) -> str:
+        return HIDDEN_NORM
 
     def tensors(self) -> Iterator[NamedShape]:
         """The tensors of a model with one layer, and those that only a head has."""
         for name, shape in super().tensors():
-            if name == "lm_head.weight":
+            if name == HEAD:
                 yield name, (self.draft_vocab_size, self.hidden_size)
             elif name != EMBEDDING or self.has_embedding:
                 yield name, shape
@@ -70,19 +73,7 @@ class EagleSpec(ModelSpec):
         yield f"{FC}.weight", (self.hidden_size, self.fc_columns)
 
 
-@dataclass(frozen=True)
-class EagleCheckpoint:
-    """The directory of an EAGLE-3 head that passed every check."""
-
-    info: CheckpointInfo
-    spec: EagleSpec
-    feature_layers: tuple[int, ...]
-    """Layers of the model, ascending. The hidden states before them are the head's features."""
-    target_ids: NDArray[np.int64]
-    """(draft vocabulary,): the model's id of each token that can be drafted."""
-
-
-def check_head(path: Path, target: ModelSpec) -> EagleCheckpoint:
+def check_eagle_head(path: Path, target: ModelSpec) -> HeadCheckpoint:
     """Checks a head for a model. Reads no tensor except the map of ids. Raises ModelError."""
     if not path.is_dir():
         raise ModelError(f"--speculative-config: {path}: no such directory: give the directory of an EAGLE-3 head")
@@ -103,7 +94,7 @@ def check_head(path: Path, target: ModelSpec) -> EagleCheckpoint:
             "weights belong to different heads"
         )
     info = CheckpointInfo(path, config, spec, tensors, None, {})
-    return EagleCheckpoint(info, spec, layers, _target_ids(entries, spec, path))
+    return HeadCheckpoint(info, spec, layers, _target_ids(entries, spec, path))
 
 
 def _published(name: str) -> str:

@@ -1,14 +1,15 @@
 """The names and layouts of tensors in checkpoints, by architecture, where they are not those of Llama."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import Experts
 from penstock.models.checkpoint.combined_tensors import CombinedTensor, Naming, TensorPart, Wholes
+from penstock.models.checkpoint.expert_layouts import fused_experts, granite_moe, stacked
+from penstock.models.checkpoint.hybrid_layouts import HYBRIDS
 from penstock.models.checkpoint.quantization.scheme import MX_GROUP
 
 WRAPPED = (
@@ -23,70 +24,25 @@ WRAPPED = (
 """The prefixes of a language model's tensors in checkpoints that also contain a vision tower, and those without it."""
 
 
-def _stacked(columns: int, rows: Mapping[str, int]) -> CombinedTensor:
-    """Matrices with these numbers of rows, one above the other."""
-    parts, above = [], 0
-    for name, count in rows.items():
-        parts.append(TensorPart(name, above * columns, (count, columns)))
-        above += count
-    return CombinedTensor((above, columns), tuple(parts))
-
-
 def _phi3(spec: ModelSpec) -> Wholes:
     """One matrix for queries, keys and values; one for gate and up."""
     qkv = {"q_proj": spec.query_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
     inner = spec.intermediate_size
     return {
-        "self_attn.qkv_proj.weight": _stacked(
+        "self_attn.qkv_proj.weight": stacked(
             spec.hidden_size, {f"self_attn.{name}.weight": rows for name, rows in qkv.items()}
         ),
-        "mlp.gate_up_proj.weight": _stacked(
+        "mlp.gate_up_proj.weight": stacked(
             spec.hidden_size, {"mlp.gate_proj.weight": inner, "mlp.up_proj.weight": inner}
         ),
     }
 
 
-def _fused_experts(spec: ModelSpec) -> Wholes:
-    """The experts' layout in transformers 5, which it also saves unless it writes the original format: (experts, 2
-    inner, hidden) with gate above up, and (experts, hidden, inner). Qwen3-VL-MoE exchanges the last two. Empty for a
-    model without experts.
-    """
-    experts = spec.experts
-    if experts is None:
-        return {}
-    num, inner, hidden = experts.num_experts, experts.intermediate_size, spec.hidden_size
-    size = inner * hidden
-    gate_up = [
-        TensorPart(f"mlp.experts.{expert}.{name}.weight", (2 * expert + half) * size, (inner, hidden))
-        for expert in range(num)
-        for half, name in enumerate(("gate_proj", "up_proj"))
-    ]
-    down = [
-        TensorPart(f"mlp.experts.{expert}.down_proj.weight", expert * size, (hidden, inner)) for expert in range(num)
-    ]
-    gate_up_turned = [
-        TensorPart(
-            f"mlp.experts.{expert}.{name}.weight", (2 * expert * hidden + half) * inner, (inner, hidden), (1, 2 * inner)
-        )
-        for expert in range(num)
-        for half, name in enumerate(("gate_proj", "up_proj"))
-    ]
-    down_turned = [replace(part, strides=(1, hidden)) for part in down]
-    return {
-        "mlp.experts.gate_up_proj": CombinedTensor(
-            (num, 2 * inner, hidden), tuple(gate_up), CombinedTensor((num, hidden, 2 * inner), tuple(gate_up_turned))
-        ),
-        "mlp.experts.down_proj": CombinedTensor(
-            (num, hidden, inner), tuple(down), CombinedTensor((num, inner, hidden), tuple(down_turned))
-        ),
-    }
-
-
 def _llama4(spec: ModelSpec) -> Wholes:
-    """``_fused_experts`` under another name, with the last two dimensions exchanged."""
+    """``fused_experts`` under another name, with the last two dimensions exchanged."""
     return {
         name.replace("mlp.", "feed_forward."): whole.turned
-        for name, whole in _fused_experts(spec).items()
+        for name, whole in fused_experts(spec).items()
         if whole.turned is not None
     }
 
@@ -167,22 +123,13 @@ def _falcon(spec: ModelSpec) -> Wholes:
 
 
 def _gemma4(spec: ModelSpec) -> Wholes:
-    """``_fused_experts`` under other names."""
-    return {name.removeprefix("mlp."): whole for name, whole in _fused_experts(spec).items()}
+    """``fused_experts`` under other names."""
+    return {name.removeprefix("mlp."): whole for name, whole in fused_experts(spec).items()}
 
 
 def _glm(spec: ModelSpec) -> Wholes:
     """One matrix for gate and up."""
     return {name: whole for name, whole in _phi3(spec).items() if name.startswith("mlp.")}
-
-
-def _granite_moe(spec: ModelSpec) -> Wholes:
-    """``_fused_experts`` under other names."""
-    fused = _fused_experts(spec)
-    return {
-        "block_sparse_moe.input_linear.weight": fused["mlp.experts.gate_up_proj"],
-        "block_sparse_moe.output_linear.weight": fused["mlp.experts.down_proj"],
-    }
 
 
 _MIXTRAL_EXPERTS = (
@@ -228,8 +175,11 @@ def _internlm2(spec: ModelSpec) -> Wholes:
     return _grouped_qkv(spec, "attention.wqkv", spec.qkv_bias)
 
 
-_DEFAULT = Naming(renamed=(_SHARED_EXPERTS,), wholes=_fused_experts)
+_DEFAULT = Naming(renamed=(_SHARED_EXPERTS,), wholes=fused_experts)
+_WITH_DRAFT_LAYERS = Naming(renamed=(_SHARED_EXPERTS,), wholes=fused_experts, has_draft_layers=True)
 _NAMINGS = {
+    **HYBRIDS,
+    "DeepseekV3ForCausalLM": _WITH_DRAFT_LAYERS,
     "ExaoneForCausalLM": Naming(
         prefixes=(
             ("transformer.h.", "model.layers."),
@@ -340,12 +290,11 @@ _NAMINGS = {
         ),
         wholes=_glm,
     ),
-    "Glm4MoeForCausalLM": Naming(renamed=(_SHARED_EXPERTS,), wholes=_fused_experts, has_draft_layers=True),
+    "Glm4MoeForCausalLM": _WITH_DRAFT_LAYERS,
+    "Glm4MoeLiteForCausalLM": _WITH_DRAFT_LAYERS,
     "GlmForCausalLM": Naming(wholes=_glm),
     "GptOssForCausalLM": Naming(renamed=((r"mlp\.router\.", "mlp.gate."),), wholes=_gpt_oss),
-    "GraniteMoeForCausalLM": Naming(
-        renamed=((r"block_sparse_moe\.router\.layer\.", "mlp.gate."),), wholes=_granite_moe
-    ),
+    "GraniteMoeForCausalLM": Naming(renamed=((r"block_sparse_moe\.router\.layer\.", "mlp.gate."),), wholes=granite_moe),
     "HunYuanDenseV1ForCausalLM": Naming(renamed=_HUNYUANS_NORMS),
     "HunYuanMoEV1ForCausalLM": Naming(
         renamed=(
@@ -353,7 +302,7 @@ _NAMINGS = {
             (r"mlp\.gate\.wg\.", "mlp.gate."),
             (r"mlp\.shared_mlp\.", "mlp.shared_expert."),
         ),
-        wholes=_fused_experts,
+        wholes=fused_experts,
     ),
     "Llama4ForCausalLM": Naming(
         renamed=((r"feed_forward\.router\.", "mlp.gate."), (r"feed_forward\.", "mlp.")), wholes=_llama4
@@ -363,10 +312,10 @@ _NAMINGS = {
             *_MIXTRAL_EXPERTS,
             (r"(block_sparse_moe|mlp)\.e_score_correction_bias$", "mlp.gate.e_score_correction_bias"),
         ),
-        wholes=_fused_experts,
+        wholes=fused_experts,
         has_draft_layers=True,
     ),
-    "MixtralForCausalLM": Naming(renamed=_MIXTRAL_EXPERTS, wholes=_fused_experts),
+    "MixtralForCausalLM": Naming(renamed=_MIXTRAL_EXPERTS, wholes=fused_experts),
     "MllamaForCausalLM": Naming(image_rows=8),
     "Phi3ForCausalLM": Naming(wholes=_phi3),
     "PhiForCausalLM": Naming(

@@ -85,10 +85,12 @@ def _without_last_rows(name: str, entry: TensorEntry, spec: ModelSpec, count: in
 
 def rename_prefixes(architecture: str, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Returns the tensors with the beginnings of names that ``ModelSpec.tensors`` has."""
-    prefixes = naming_of(architecture).prefixes
+    naming = naming_of(architecture)
     found = {}
     for name, entry in entries.items():
-        old, new = next(((old, new) for old, new in prefixes if name.startswith(old)), ("", ""))
+        if name.startswith(naming.left_out):
+            continue
+        old, new = next(((old, new) for old, new in naming.prefixes if name.startswith(old)), ("", ""))
         found[new + name.removeprefix(old)] = entry
     return found
 

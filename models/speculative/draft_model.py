@@ -48,6 +48,11 @@ def load(config: WorkerConfig, backend: Backend) -> "DraftModelDrafter":
     """Loads the drafter that the config names. Raises ModelError."""
     facts, model = backend.facts, directory(config)
     spec = check_checkpoint(model, weights=False).spec
+    if spec.has_state:
+        raise ModelError(
+            f"--speculative-config: model: {model} has recurrent layers, whose states are not kept for drafts: choose "
+            "another model or another method"
+        )
     num_tokens = min(config.tokenizer_vocab_size or facts.vocab_size, facts.vocab_size)
     if spec.vocab_size < num_tokens:
         raise ModelError(

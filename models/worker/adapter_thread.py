@@ -7,8 +7,8 @@ from queue import SimpleQueue
 
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import Backend
-from penstock.models.checkpoint.adapter import read_adapter
 from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.checkpoint.lora.adapter import read_adapter
 from penstock.models.errors import ModelError
 from penstock.models.executor.priority import lower_priority
 from penstock.scheduler.plan import AdapterLoad, AdapterLoaded

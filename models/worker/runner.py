@@ -15,7 +15,16 @@ from penstock.models.speculative.cost_model import SIZES
 from penstock.models.speculative.draft_rows import NOTHING, Drafted
 from penstock.models.speculative.drafter import Wanted
 from penstock.models.structured_output.deferred_rows import without_late
-from penstock.scheduler.plan import AddedRow, Chunk, Decode, RowResult, SamplingParams, StepPlan, StepResult
+from penstock.scheduler.plan import (
+    NO_SLOT,
+    AddedRow,
+    Chunk,
+    Decode,
+    RowResult,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
 from penstock.scheduler.worker_config import MeasuredStep
 
 if TYPE_CHECKING:  # a worker whose model has no tokenizer does not need the grammar library
@@ -60,7 +69,9 @@ class Runner:
         """Whether the newest step has drafts; how far it advances its rows is then unknown until it ends."""
         self.runs_ahead = backend.runs_ahead
         self._waits_for_rows = backend.runs_ahead and backend.needs_tokens
-        self._rows = RowTable(backend.facts.num_blocks, backend.facts.block_size, backend.facts.hidden_size)
+        facts = backend.facts
+        self._states = backend.states if facts.num_state_slots else None
+        self._rows = RowTable(facts.num_blocks, facts.block_size, facts.hidden_size, facts.num_state_slots)
         if controller is not None:
             controller.attach(self._rows)
 
@@ -72,9 +83,7 @@ class Runner:
         end = min(facts.block_size, facts.max_model_len)
         length = max(1, end - 1)
         sampling = SamplingParams(top_k=2, top_p=0.5, min_p=0.1, logprobs=1)
-        self.run(
-            StepPlan(0, [], [AddedRow(0, 0, [0] * length, length, 0, [0], sampling)], [], [Chunk(0, 0, length)], [])
-        )
+        self.run(StepPlan(0, [], [self._added(0, length, [0], sampling)], [], [Chunk(0, 0, length)], []))
         if length < end:
             self.run(StepPlan(0, [], [], [], [], [Decode(0, 1)]))
         self.run(StepPlan(0, [0], [], [], [], []))
@@ -91,7 +100,7 @@ class Runner:
         room = min(facts.max_model_len, facts.num_blocks * facts.block_size, facts.max_num_batched_tokens)
         length = min(MEASURED_CHUNKS[-1][1], room)
         blocks = list(range(-(-length // facts.block_size)))
-        row = AddedRow(0, 0, [0] * length, length, 0, blocks, SamplingParams(temperature=0.0))
+        row = self._added(0, length, blocks, SamplingParams(temperature=0.0))
         chunks = [Chunk(0, start, min(end, length)) for start, end in MEASURED_CHUNKS if start < length]
         # The first chunk is the first use of much memory, so it is computed twice, unless that hardly affects its time.
         if facts.device != "cpu" or facts.weight_bytes < LARGE_BYTES:
@@ -124,16 +133,24 @@ class Runner:
         if facts.block_size < 2 or facts.max_model_len < 3:
             return [], 0
         sampling = SamplingParams(temperature=0.0)
-        added = [AddedRow(row, 0, [0], 1, 0, [row], sampling, max_drafts=1) for row in range(number)]
+        added = [self._added(row, 1, [row], sampling, max_drafts=1) for row in range(number)]
         result = self.run(StepPlan(0, [], added, [], [Chunk(row, 0, 1) for row in range(number)], []))
         return list(range(number)), result.computed_us
+
+    def _added(
+        self, number: int, length: int, blocks: list[int], sampling: SamplingParams, max_drafts: int = 0
+    ) -> AddedRow:
+        """Returns a row of the runner's own."""
+        slot = NO_SLOT if self._states is None else number
+        return AddedRow(number, 0, [0] * length, length, 0, blocks, sampling, max_drafts=max_drafts, state_slot=slot)
 
     def _run_drafts(self, num_tokens: int) -> None:
         """Runs a decoding row with ``num_tokens - 1`` drafts."""
         blocks = list(range(-(-num_tokens // self._backend.facts.block_size)))
-        added = AddedRow(0, 0, [0], 1, 0, blocks, SamplingParams())
+        added = self._added(0, 1, blocks, SamplingParams())
         plan = StepPlan(0, [], [added], [], [], [Decode(0, num_tokens)])
         self._backend.reset_blocks(self._rows.apply(plan))
+        self._begin_states(plan)
         self._compute(plan, Drafted({0: [0] * (num_tokens - 1)}), self._clock())()
         self._rows.apply(StepPlan(0, [0], [], [], [], []))
 
@@ -173,6 +190,7 @@ class Runner:
                 controller.drop_row(rows[number])
         fresh = rows.apply(plan)
         self._backend.reset_blocks(fresh)
+        self._begin_states(plan)
         if self._matching:
             self._matching.difference_update(plan.dropped)
         for added in plan.added:
@@ -185,6 +203,18 @@ class Runner:
                 controller.reset_blocks([*fresh, *(block for _, block in plan.copies_in)])
             for added in plan.added:
                 controller.add_row(rows[added.row])
+
+    def _begin_states(self, plan: StepPlan) -> None:
+        if self._states is not None:
+            for added in plan.added:
+                self._states.begin(added.state_slot, added.state_source)
+
+    def _commit_states(self, batch: Batch, results: Sequence[RowResult]) -> None:
+        """Advances the rows' recurrent states by the tokens that are only now known to be part of the rows."""
+        if self._states is not None:
+            commits = batch.state_commits([result.num_computed for result in results])
+            if commits:
+                self._states.commit(batch, commits)
 
     def _without_late(self, plan: StepPlan) -> tuple[StepPlan, list[RowResult]]:
         """Returns the plan without rows whose masks are late, and their results. Waits a little if that empties it."""
@@ -247,6 +277,7 @@ class Runner:
             try:
                 sampled, parts, features = finish()
                 rows = _results(batch, places, sampled)
+                self._commit_states(batch, rows)
                 if self._controller is not None and features is not None:
                     self._controller.read(batch, features)
             finally:

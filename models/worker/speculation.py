@@ -6,12 +6,13 @@ from penstock.models.speculative import draft_model
 from penstock.models.speculative.controller import SpeculationController
 from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.drafter import Drafter, NoDrafter
-from penstock.models.speculative.eagle import drafter as eagle
+from penstock.models.speculative.heads import drafter as heads
 from penstock.models.speculative.ngram import NgramDrafter
 from penstock.models.speculative.suffix import SuffixDrafter
 from penstock.scheduler.worker_config import DraftMethod, WorkerConfig
 
-MAKE_ROOM = {DraftMethod.DRAFT_MODEL: draft_model.with_room, DraftMethod.EAGLE3: eagle.with_room}
+WITH_HEAD = (DraftMethod.EAGLE3, DraftMethod.MTP)
+MAKE_ROOM = {DraftMethod.DRAFT_MODEL: draft_model.with_room} | dict.fromkeys(WITH_HEAD, heads.with_room)
 """Reserves memory for the methods that keep keys and values of their own."""
 
 
@@ -24,9 +25,9 @@ def check_speculation(config: WorkerConfig) -> WorkerConfig:
             "--speculative-config: does not work with --tensor-parallel-size above 1, since all ranks must draft the "
             "same number of tokens, and each chooses it by its own clock: remove one of the two"
         )
-    if config.pipeline_parallel_size > 1 and config.speculation.method is DraftMethod.EAGLE3:
+    if config.pipeline_parallel_size > 1 and config.speculation.method in WITH_HEAD:
         raise ModelError(
-            "--speculative-config: an eagle3 head reads layers that other stages compute, so it does not work with "
+            "--speculative-config: a head reads hidden states that other stages compute, so it does not work with "
             "--pipeline-parallel-size above 1: choose another method, or remove one of the two"
         )
     make_room = MAKE_ROOM.get(config.speculation.method)
@@ -46,8 +47,8 @@ def make_drafter(config: WorkerConfig, backend: Backend) -> Drafter:
             return SuffixDrafter(speculation)
         case DraftMethod.DRAFT_MODEL:
             return draft_model.load(config, backend)
-        case DraftMethod.EAGLE3:
-            return eagle.load(config, backend)
+        case DraftMethod.EAGLE3 | DraftMethod.MTP:
+            return heads.load(config, backend)
 
 
 def make_controller(config: WorkerConfig, backend: Backend) -> SpeculationController | None:

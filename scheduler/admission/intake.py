@@ -176,8 +176,10 @@ class RequestIntake:
         hashes = self._kv.first_hashes(request.first_hashes(index))
         prefix = self._kv.find_prefix(hashes, num_tokens)
         restored = self._planner.restore_policy.find(hashes, len(prefix), num_tokens)
-        num_held = sum(map(self._kv.pool.is_held, prefix))
-        return _Found(num_tokens, len(prefix), num_held, len(restored))
+        num_usable = self._kv.num_usable(hashes, len(prefix) + len(restored))
+        num_cached = min(num_usable, len(prefix))
+        num_held = sum(map(self._kv.pool.is_held, prefix[:num_cached]))
+        return _Found(num_tokens, num_cached, num_held, num_usable - num_cached)
 
     def _work_left(self, request: Request, found: list[_Found], rank: Rank) -> QueuedWork:
         """Returns the work left once the requests ahead have computed the blocks that they share with it."""

@@ -38,6 +38,7 @@ class OutputProcessor:
         self._clock = clock
         self._finish = finish
         self._block_size = planner.kv.block_size
+        self._states = planner.states if planner.kv.states.num_slots else None
 
     def apply(self, row: RowResult) -> None:
         sequence = self._planner.rows.holder(row.row, row.epoch)
@@ -59,15 +60,7 @@ class OutputProcessor:
             sequence.set_max_drafts()
         # After preemption the row has no KV any more, or none yet; its tokens are still valid.
         if sequence.row == row.row and not row.failure:
-            if num_tokens:
-                assert row.num_computed == len(sequence.token_ids) - 1, f"row {row.row} is out of step with its worker"
-            else:
-                # A decoding row that skips a step has made no progress.
-                most = max(sequence.num_planned, len(sequence.token_ids) - 1)
-                assert row.num_computed <= most, f"row {row.row} is ahead of its plans"
-            sequence.num_computed = row.num_computed
-            if row.num_computed >= (sequence.num_published + 1) * self._block_size:
-                self._planner.publish(sequence, row.num_computed // self._block_size)
+            self._advance(sequence, row)
         if num_tokens:
             if not sequence.live.request.is_warm_up:  # its token is discarded
                 self._planner.counters.output_tokens += num_tokens
@@ -80,8 +73,24 @@ class OutputProcessor:
             self._end(sequence, EngineFinishReason.STOP)
         if row.failure:
             self._break_off(sequence, _REASONS[row.failure_kind], row.failure)
+        if self._states is not None and sequence.row == row.row:
+            self._states.give_up_passed(sequence)
         if sequence.to_inject:
             self.inject_due(sequence)
+
+    def _advance(self, sequence: SequenceState, row: RowResult) -> None:
+        """Records what is computed of a row, and publishes its blocks and states."""
+        if row.token_ids:
+            assert row.num_computed == len(sequence.token_ids) - 1, f"row {row.row} is out of step with its worker"
+        else:
+            # A decoding row that skips a step has made no progress.
+            most = max(sequence.num_planned, len(sequence.token_ids) - 1)
+            assert row.num_computed <= most, f"row {row.row} is ahead of its plans"
+        sequence.num_computed = row.num_computed
+        if row.num_computed >= (sequence.num_published + 1) * self._block_size:
+            self._planner.publish(sequence, row.num_computed // self._block_size)
+        if self._states is not None:
+            self._states.confirm(sequence)
 
     def inject(self, sequence: SequenceState, token_ids: Sequence[int]) -> None:
         """Injects tokens after the tokens in flight, which are delivered first."""

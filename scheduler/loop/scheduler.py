@@ -54,7 +54,11 @@ class Scheduler:
         on_finished: Callable[[Request], None] = lambda _: None,
     ) -> None:
         self.kv = KVCacheManager(
-            facts.num_blocks, facts.block_size, facts.num_host_blocks, caches_prefixes=config.enable_prefix_caching
+            facts.num_blocks,
+            facts.block_size,
+            facts.num_host_blocks,
+            facts.num_state_slots,
+            caches_prefixes=config.enable_prefix_caching,
         )
         context = PlanningContext(self.kv, facts, config, clock)
         self.waiting, self.running, self.tenants = context.waiting, context.running, context.tenants
@@ -240,8 +244,8 @@ class Scheduler:
     def _fork(self, live: RequestState) -> None:
         """Forks a request whose prompt is computed, or planned: its other sequences share the prompt's full blocks."""
         live.forked = True
-        first = live.sequences[0]
-        shared = first.block_ids[: (first.num_prompt_tokens - 1) // self.kv.block_size]
+        first, pins_blocks = live.sequences[0], self._planner.states.pins_blocks
+        shared = first.block_ids[: (first.num_prompt_tokens - 1) // self.kv.block_size] if pins_blocks else []
         for index in range(1, live.request.n):
             rank = self._intake.rank(live.request, live.place, index, live.work)
             self._planner.enter(self._new_sequence(live, index, rank, shared.copy()))

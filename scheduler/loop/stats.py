@@ -11,10 +11,7 @@ def with_current_values(stats: EngineStats, scheduler: Scheduler | None) -> Engi
     stats.requests = len(scheduler.requests) - scheduler.tenants.warm_ups.requests
     stats.waiting_tokens = round(scheduler.waiting.work.tokens)
     stats.prefill_tokens_left = stats.waiting_tokens + scheduler.running.prefill_tokens_left
-    stats.cached_blocks = scheduler.kv.pool.num_cached
     stats.stalled = scheduler.num_held
-    stats.retained_blocks = scheduler.kv.pool.num_retained
-    stats.host_blocks = len(scheduler.kv.host)
-    stats.restored_tokens = scheduler.kv.num_restored_tokens
+    stats.read_cache(scheduler.kv)
     stats.step_s = scheduler.predictor.median_step_s
     return stats

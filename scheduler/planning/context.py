@@ -37,7 +37,7 @@ class PlanningContext:
     def configure(self, config: SchedulerConfig) -> None:
         """Sets the limits."""
         self.config = config
-        self.max_rows = config.max_rows(self.facts)
+        self.max_rows = min(config.max_rows(self.facts), self.facts.num_state_slots or self.facts.max_num_seqs)
         """The maximum number of running rows."""
         self.budget = config.token_budget(self.facts)
         """The maximum number of tokens in a step."""

@@ -7,7 +7,6 @@ chunks never lack blocks. Only a decoding row can lack them, and takes them from
 the budget is for drafts, which never take anything from other rows.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable, Container
 from heapq import merge
@@ -18,6 +17,7 @@ from penstock.scheduler.planning.pinned_prefixes import PinnedPrefixes
 from penstock.scheduler.planning.preemption import PreemptionPolicy
 from penstock.scheduler.planning.prefill_adder import MAX_OVERTAKEN, PrefillAdder, PrefillRound
 from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
+from penstock.scheduler.planning.row_states import RowStates
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
 from penstock.scheduler.planning.step_shares import StepShares
 from penstock.scheduler.policy import Rank
@@ -39,7 +39,8 @@ class Planner:
         """About how long a step takes without any row: as long as the shortest one that was measured at the start."""
         self._pinned = PinnedPrefixes(self.kv, self.waiting.unpinned)
         self.restore_policy = HostTierRestorePolicy(self.kv, model, context.facts)
-        self.prefill_adder = PrefillAdder(context, self._pinned, self.restore_policy, is_late)
+        self.states = RowStates(self.kv, self.counters)
+        self.prefill_adder = PrefillAdder(context, self._pinned, self.restore_policy, self.states, is_late)
         self._preemption = PreemptionPolicy(context.config.policy, context)
 
     def reconfigure(self) -> None:
@@ -100,9 +101,9 @@ class Planner:
         sequence.state = SequenceStatus.ENDED
 
     def suspend(self, sequence: SequenceState) -> None:
-        """Takes a sequence out of its row, to wait with the blocks that it has computed, or without them if it is
-        held."""
-        if not sequence.live.held:
+        """Takes a sequence out of its row, to wait with the blocks that it has computed; without them if it is held, or
+        has a recurrent state."""
+        if self.states.pins_blocks and not sequence.live.held:
             sequence.pinned = sequence.block_ids[: sequence.num_computed // self.kv.block_size]
             self._pinned.add_sequence(sequence)
         self._leave(sequence)
@@ -139,6 +140,7 @@ class Planner:
                 # No sequence must wait for a prefix that is not being computed.
                 (self.kv.retract if held else self.kv.announce)(sequence, sequence.hashes[sequence.num_published :])
             if held:
+                self.states.retract(sequence)
                 self._record_left(sequence)
             elif sequence.state is SequenceStatus.DECODING and not sequence.is_pooled:
                 live.timeline.decodes(sequence.index, self.counters.steps)
@@ -275,6 +277,7 @@ class Planner:
         self._record_left(sequence)
         self.running.remove(sequence)
         self.kv.retract(sequence, sequence.hashes[sequence.num_published :])
+        self.states.end_row(sequence)
         self.kv.pool.release(sequence.block_ids)
         self.rows.free_row(sequence.row)
         sequence.leave_row()
@@ -309,7 +312,10 @@ class Planner:
                 if not self.prefill_adder.try_add(plan, sequence, this_round):
                     continue
                 self._context.tenants.last = tenant
-            most = budget if shares is None else self._tenant_budget(plan, shares, sequence, budget)
+            most = budget
+            if shares is not None:
+                decodes = StepWork(0, 0, len(plan.decodes), self._context.decode_kv)
+                most = shares.take_chunk(sequence, budget, decodes, self._model)
             budget -= self._plan_chunk(plan, sequence, most)
             chunked.append(sequence)
             if shares is not None and shares.has_its_chunks(tenant):
@@ -318,24 +324,6 @@ class Planner:
                 self._record_spent()
                 break
         return chunked
-
-    def _tenant_budget(self, plan: StepPlan, shares: StepShares, sequence: SequenceState, budget: int) -> int:
-        """Returns the maximum number of tokens in a sequence's chunk, at most ``budget``, for its tenant's share of the
-        step; records that the tenant takes their time."""
-        tenant, model, decode_kv = sequence.live.tenant, self._model, self._context.decode_kv
-        left_s, decodes = shares.left_s(tenant), StepWork(0, 0, len(plan.decodes), decode_kv)
-        decodes_s = model.predict(decodes)
-        if math.isinf(left_s) or decodes_s is None:
-            return budget
-        start = sequence.num_planned
-        limit = model.max_prefill(len(plan.decodes), decode_kv, start, decodes_s + left_s, budget)
-        num_tokens = min(limit, sequence.prefill_end - start)
-        end = start + num_tokens
-        chunk = decodes._replace(
-            prefill_tokens=num_tokens, prefill_kv=num_tokens * (start + end) // 2, chunks=1, chunk_kv=end
-        )
-        shares.take_chunk(tenant, (model.predict(chunk) or decodes_s) - decodes_s)
-        return num_tokens
 
     def _record_spent(self) -> None:
         """Records why the first waiting sequence does not begin."""
@@ -370,6 +358,7 @@ class Planner:
                 self.running.promote(sequence)
                 if not sequence.is_pooled:
                     sequence.live.timeline.will_decode(sequence.index, plan.step)
+        self.states.save(plan, chunked, (self.rows.current(decode.row) for decode in plan.decodes))
         plan.copies_out, plan.copies_in = self.kv.take_copies()
         assert not plan.is_empty or not plan.copies_out + plan.copies_in, "an empty plan gives no blocks out"
 

@@ -3,6 +3,7 @@ assigns rows and blocks, and takes none away; it does not plan chunks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -10,6 +11,7 @@ from penstock.scheduler.plan import AddedRow, StepPlan
 from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.pinned_prefixes import PinnedPrefixes
 from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
+from penstock.scheduler.planning.row_states import RowStates
 from penstock.scheduler.planning.sequence import RequestState, SequenceState
 from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.policy import may_follow
@@ -38,6 +40,21 @@ class PrefillRound:
     """Tenants of which no other sequence begins in this plan: they have their share of the step or of the blocks."""
 
 
+class CachedPrefix(NamedTuple):
+    """The part of a history after which a row begins."""
+
+    block_ids: list[int]
+    """Its blocks on the device."""
+    restored: Sequence[bytes] = ()
+    """The hashes of the blocks after them, to copy back."""
+    num_found: int = 0
+    """The number of blocks with KV. Without a saved state at the end, a row begins after fewer."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_ids) + len(self.restored)
+
+
 class PrefillAdder:
     """Moves sequences from the queue to a row."""
 
@@ -46,6 +63,7 @@ class PrefillAdder:
         context: PlanningContext,
         pinned: PinnedPrefixes,
         restore_policy: HostTierRestorePolicy,
+        states: RowStates,
         is_late: Callable[[RequestState], bool],
     ) -> None:
         """``is_late`` returns whether a request that has not begun can no longer meet its deadline."""
@@ -53,6 +71,7 @@ class PrefillAdder:
         self._kv, self._waiting, self._running = context.kv, context.waiting, context.running
         self._pinned = pinned
         self._restore_policy = restore_policy
+        self._states = states
         self._is_late = is_late
         # A row that begins leaves this many blocks to the running ones; otherwise it would often be preempted at once.
         self._reserved_blocks = self._kv.pool.num_blocks // 100
@@ -69,8 +88,11 @@ class PrefillAdder:
         for sequence in self._waiting.in_order(this_round.tenants_over):
             if this_round.is_over:
                 return
-            if not self._has_row() or not self._context.rows.num_free:
+            if len(self._running) >= self._context.max_rows or not self._context.rows.num_free:
                 sequence.live.timeline.waits(sequence.index, WaitCause.ROWS, self._context.max_rows)
+                return
+            if not self._states.has_room:
+                sequence.live.timeline.waits(sequence.index, WaitCause.STATES, self._kv.states.num_slots)
                 return
             if not self._is_blocked(sequence):
                 yield sequence
@@ -90,10 +112,9 @@ class PrefillAdder:
             if found is None:
                 timeline.waits(sequence.index, WaitCause.PREFIX)
                 return False
-            prefix, restored = found
-            block_ids = self._allocate(sequence, prefix, restored)
+            block_ids = self._allocate(sequence, found)
             if block_ids is not None:
-                self._begin(plan, sequence, block_ids, len(prefix) + len(restored))
+                self._begin(plan, sequence, block_ids, found)
                 this_round.num_added_tokens += num_tokens
                 for other in this_round.without_room:
                     other.num_overtaken += 1
@@ -115,7 +136,10 @@ class PrefillAdder:
         for sequence in self._waiting.in_order(seen):
             if self._is_blocked(sequence):
                 continue
-            if not sequence.in_flight and not (self._has_row() and not self._lacks_blocks(sequence)):
+            # A slot for a state is free again after a result, unless a row that is held has it.
+            lacks_slot = bool(self._running.held) and not self._states.has_room
+            lacks_row = lacks_slot or len(self._running) >= self._context.max_rows
+            if not sequence.in_flight and (lacks_row or self._lacks_blocks(sequence)):
                 yield sequence
             if not self._waiting.by_turns:
                 return
@@ -130,6 +154,8 @@ class PrefillAdder:
         if not sequence.reads_cache:
             return self.num_blocks_for(sequence)
         prefix = sequence.pinned or self._kv.find_prefix(sequence.hashes, len(sequence.token_ids))
+        if not sequence.pinned:
+            prefix = prefix[: self._kv.num_usable(sequence.hashes, len(prefix))]
         return self.num_blocks_for(sequence) - sum(map(self._kv.pool.is_held, prefix))
 
     def _is_blocked(self, sequence: SequenceState) -> bool:
@@ -159,19 +185,18 @@ class PrefillAdder:
         return False
 
     def _has_row(self) -> bool:
-        return len(self._running) < self._context.max_rows
+        return len(self._running) < self._context.max_rows and self._states.has_room
 
     def _lacks_blocks(self, sequence: SequenceState) -> bool:
         """Returns whether it was tried with at least as many free blocks as there are now."""
         return len(self._running) > 0 and self._kv.pool.num_free <= sequence.num_free_at_last_try
 
-    def _prefix(self, sequence: SequenceState) -> tuple[list[int], Sequence[bytes]] | None:
-        """Returns the blocks with KV of the history's beginning, and the hashes of the blocks after them to copy back;
-        None if it is better to wait for more."""
+    def _prefix(self, sequence: SequenceState) -> CachedPrefix | None:
+        """Returns what is cached of the history's beginning; None if it is better to wait for more."""
         if sequence.pinned:
-            return sequence.pinned, ()
+            return CachedPrefix(sequence.pinned)
         if not sequence.reads_cache:
-            return [], ()
+            return CachedPrefix([])
         kv = self._kv
         num_tokens = len(sequence.token_ids)
         salt = sequence.live.request.hash_salt
@@ -180,17 +205,24 @@ class PrefillAdder:
         restored = self._restore_policy.find(sequence.hashes, len(prefix), num_tokens)
         num_found = len(prefix) + len(restored)
         awaited = kv.last_pending(sequence.hashes, num_found, num_tokens)
+        if awaited is None:
+            awaited = self._states.last_coming(sequence, num_found)
         if awaited is not None:
             leader = kv.leader(awaited)
             assert isinstance(leader, SequenceState)
-            if not may_follow(sequence.rank, leader.rank, sequence.live.request.first_token_target):
-                # It computes the prefix itself, and others wait for it.
+            if may_follow(sequence.rank, leader.rank, sequence.live.request.first_token_target):
+                self._states.request(leader, sequence, awaited)
+            else:  # it computes the prefix itself, and others wait for it
                 kv.retract(leader, sequence.hashes[num_found:])
                 awaited = None
         sequence.awaited_hash = awaited
-        return None if awaited is not None else (prefix, restored)
+        if awaited is not None:
+            return None
+        num_usable = kv.num_usable(sequence.hashes, num_found)
+        return CachedPrefix(prefix[:num_usable], restored[: max(0, num_usable - len(prefix))], num_found)
 
-    def _allocate(self, sequence: SequenceState, prefix: list[int], restored: Sequence[bytes]) -> list[int] | None:
+    def _allocate(self, sequence: SequenceState, found: CachedPrefix) -> list[int] | None:
+        prefix, restored = found.block_ids, found.restored
         num_tokens, owner = len(sequence.token_ids), sequence.live.request.tenant
         reserve = self._reserved_blocks if len(self._running) else 0
         block_ids = self._kv.allocate(prefix, num_tokens, reserve, restored, owner)
@@ -201,8 +233,8 @@ class PrefillAdder:
         assert block_ids is not None, "a request that fits alone finds no room although nothing runs"
         return block_ids
 
-    def _begin(self, plan: StepPlan, sequence: SequenceState, block_ids: list[int], num_cached_blocks: int) -> None:
-        live = sequence.live
+    def _begin(self, plan: StepPlan, sequence: SequenceState, block_ids: list[int], prefix: CachedPrefix) -> None:
+        live, num_cached_blocks = sequence.live, prefix.num_blocks
         self._waiting.remove(sequence)
         self._pinned.remove(sequence)
         num_cached = num_cached_blocks * self._kv.block_size
@@ -217,9 +249,11 @@ class PrefillAdder:
         if sequence.num_injected and sampling.min_tokens:
             # The worker counts from the prompt's end.
             sampling = replace(sampling, min_tokens=sampling.min_tokens + sequence.num_injected)
+        state_slot, state_source = self._states.start_row(sequence, num_cached_blocks, prefix.num_found)
         row, epoch = self._context.rows.allocate_row(sequence)
         sequence.start_row(row, epoch, block_ids, num_cached_blocks, self._kv.block_size)
-        live.timeline.began(sequence.index, plan.step, num_cached)
+        num_missed = max(0, prefix.num_found - num_cached_blocks) * self._kv.block_size
+        live.timeline.began(sequence.index, plan.step, num_cached, num_missed)
         self._running.add_sequence(sequence)
         self._kv.announce(sequence, sequence.hashes[num_cached_blocks:])
         plan.added.append(
@@ -236,6 +270,8 @@ class PrefillAdder:
                 live.request.grammar,
                 live.request.tenant,
                 live.request.prediction,
+                state_slot,
+                state_source,
                 0 if live.request.adapter is None else live.request.adapter.slot,
             )
         )

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from penstock.scheduler.planning.sequence import SequenceState
 from penstock.scheduler.planning.tenants import TenantUse
-from penstock.scheduler.timing.step_time import DecodeCosts
+from penstock.scheduler.timing.step_time import DecodeCosts, StepTimeModel, StepWork
 
 MIN_ROWS_S = 0.005
 """The time that a tenant's decoding rows may always add to a step."""
@@ -63,9 +63,23 @@ class StepShares:
         left_s = self._left_s[tenant] = self.left_s(tenant) - seconds
         tenant.saved_s, tenant.saved_at = max(-MAX_SAVED_S, min(left_s, MAX_SAVED_S)), self._step
 
-    def take_chunk(self, tenant: TenantUse, seconds: float) -> None:
+    def take_chunk(self, sequence: SequenceState, budget: int, decodes: StepWork, model: StepTimeModel) -> int:
+        """Returns the maximum number of tokens of a sequence's chunk, at most ``budget``, for its tenant's share of a
+        step with these decoding rows; records that the tenant takes their time."""
+        tenant, decodes_s = sequence.live.tenant, model.predict(decodes)
+        left_s = self.left_s(tenant)
+        if math.isinf(left_s) or decodes_s is None:
+            return budget
+        start, num_decodes, decode_kv = sequence.num_planned, int(decodes.decodes), int(decodes.decode_kv)
+        limit = model.max_prefill(num_decodes, decode_kv, start, decodes_s + left_s, budget)
+        num_tokens = min(limit, sequence.prefill_end - start)
+        end = start + num_tokens
+        chunk = decodes._replace(
+            prefill_tokens=num_tokens, prefill_kv=num_tokens * (start + end) // 2, chunks=1, chunk_kv=end
+        )
         self._chunked.add(tenant)
-        self.take(tenant, seconds)
+        self.take(tenant, (model.predict(chunk) or decodes_s) - decodes_s)
+        return num_tokens
 
     def has_its_chunks(self, tenant: TenantUse) -> bool:
         """Returns whether the tenant may have no other chunk. It may have one, even if its rows took its share."""

@@ -40,7 +40,7 @@ class MeasuredFactor(NamedTuple):
     """The time of a step by its predicted time."""
 
     at_s: float
-    """When it was measured, from the start of the log."""
+    """How long the worker had computed when the step ended, from the start of the log."""
     factor: float
 
 
@@ -49,7 +49,8 @@ class StepNoise:
     """How much steps differ from their predicted time: factors that were measured, in the order of their times.
 
     They are replayed by time, again and again, and not drawn for each step: what slows a machine down lasts longer than
-    a step, and queues grow meanwhile.
+    a step, and queues grow meanwhile. Only the time in which the worker computes counts. Otherwise the step after each
+    pause would be replayed for as long as the pause, and such steps are slow.
     """
 
     decoding: Sequence[MeasuredFactor] = (MeasuredFactor(0.0, 1.0),)
@@ -58,14 +59,14 @@ class StepNoise:
     """The factors of steps with prompts."""
 
     def factor(self, when: float, has_chunks: bool) -> float:
-        """Returns the factor at a time, in seconds from the start of the replay."""
+        """Returns the factor after this many seconds of computing."""
         factors = self.chunked if has_chunks else self.decoding
         index = bisect_right(factors, when % (self.seconds or 1.0), key=itemgetter(0))
         return factors[index % len(factors)].factor
 
     @cached_property
     def seconds(self) -> float:
-        """The time for which factors were measured."""
+        """The time of computing for which factors were measured."""
         return max(self.decoding[-1].at_s, self.chunked[-1].at_s)
 
 

@@ -64,8 +64,7 @@ def fit_costs(log: StepLog) -> Fit:
     coefficients = _fit_relative(features, seconds)
     predicted = np.maximum(features @ coefficients, 1e-9)
     factors, has_chunks = seconds / predicted, features[:, 5] > 0
-    times = np.array([step.answered_s for step in steps])
-    times -= times[0]
+    times = np.cumsum(seconds)
     noise = StepNoise(*(_noise(times[kind], factors[kind]) for kind in (~has_chunks, has_chunks)))
     costs = StepCosts(*map(float, coefficients))
     return Fit(

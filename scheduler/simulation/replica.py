@@ -101,7 +101,7 @@ class SimulatedReplica:
             self._pump()
 
     def _submit(self, plan: StepPlan) -> None:
-        result = self._worker.run(plan, self._clock.now)
+        result = self._worker.run(plan)
         end = self.stages.run(plan, result, self._clock.now + self._service.submit_s)
         self._results.append(result)
         self._clock.at(end + self._service.answer_s, self._answer)

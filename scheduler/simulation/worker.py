@@ -11,9 +11,8 @@ from penstock.scheduler.timing.step_time import StepWork
 class TimedWorker(Protocol):
     """Runs plans at once, in order."""
 
-    def run(self, plan: StepPlan, now: float) -> StepResult:
-        """Returns the result of a plan that the worker has at the virtual time ``now``. Its ``computed_us`` is the time
-        of the step in all stages together."""
+    def run(self, plan: StepPlan) -> StepResult:
+        """Returns the result of a plan. Its ``computed_us`` is the time of the step in all stages together."""
 
 
 class _SimulatedRow:
@@ -31,14 +30,15 @@ class SimulatedWorker:
     def __init__(self, costs: SimulatedCosts, seed: int | str = 0) -> None:
         self._costs = costs
         self._rng = random.Random(f"{seed}/steps")
-        self._noise_from = self._rng.random() * costs.noise.seconds
+        self._busy_s = self._rng.random() * costs.noise.seconds
+        """How long the worker has computed, from a random place of the log on."""
         self._rows: dict[int, _SimulatedRow] = {}
         self.most_tokens = 0
         """Tokens of the step that had the most."""
         self.most_rows = 0
         """Decoding rows of the step that had the most."""
 
-    def run(self, plan: StepPlan, now: float) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         rows = self._rows
         for number in plan.dropped:
             del rows[number]
@@ -63,7 +63,7 @@ class SimulatedWorker:
             row.length += 1 + accepted
             token_ids = [row.token] if not accepted else [row.token] * (1 + accepted)
             results.append(RowResult(decode.row, row.epoch, row.length - 1, token_ids, num_drafted=drafted))
-        return StepResult(plan.step, results, [], 0, self._microseconds(plan, decode_kv, num_drafted, now))
+        return StepResult(plan.step, results, [], 0, self._microseconds(plan, decode_kv, num_drafted))
 
     def _draft(self, most: int) -> tuple[int, int]:
         """Returns how many tokens are drafted, and how many of them accepted."""
@@ -74,10 +74,11 @@ class SimulatedWorker:
             num_accepted += 1
         return num_drafted, num_accepted
 
-    def _microseconds(self, plan: StepPlan, decode_kv: int, num_drafted: int, now: float) -> int:
+    def _microseconds(self, plan: StepPlan, decode_kv: int, num_drafted: int) -> int:
         work = StepWork.of(plan, decode_kv)
         self.most_tokens = max(self.most_tokens, int(work.prefill_tokens + work.decodes))
         self.most_rows = max(self.most_rows, int(work.decodes))
-        factor = self._costs.noise.factor(self._noise_from + now, bool(plan.chunks))
-        seconds = self._costs.step.seconds(work, num_drafted) * factor + work.copied_blocks * self._costs.copy_s
-        return max(1, round(seconds * 1e6))
+        factor = self._costs.noise.factor(self._busy_s, bool(plan.chunks))
+        seconds = self._costs.step.seconds(work, num_drafted) * factor
+        self._busy_s += seconds
+        return max(1, round((seconds + work.copied_blocks * self._costs.copy_s) * 1e6))

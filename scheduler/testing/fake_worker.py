@@ -1,7 +1,8 @@
 """A worker without a model: row state, KV slots, and tokens that are a function of the history.
 
 It validates every plan. Each slot has a tag of the history that its KV was computed from. Reading anything else,
-writing to a block that another row holds, or using a row number twice raises ``BrokenPlan``.
+writing to a block that another row holds, or using a row number twice raises ``BrokenPlan``. So does computing with a
+wrong recurrent state, if the facts name slots for states.
 """
 
 from array import array
@@ -20,14 +21,11 @@ from penstock.scheduler.plan import (
     TokenLogprobs,
     num_row_numbers,
 )
+from penstock.scheduler.testing.fake_states import BrokenPlan, FakeStates
 from penstock.scheduler.worker_config import WorkerFacts
 
 NextToken = Callable[[Sequence[int], SamplingParams], int]
 """Returns the token that follows a history."""
-
-
-class BrokenPlan(AssertionError):
-    """A plan that would make a real worker compute wrong results."""
 
 
 class WorkerKilled(Exception):
@@ -210,6 +208,7 @@ class FakeWorker:
         self._facts = facts
         self._next_token = next_token
         self._slots = slots
+        self._states = FakeStates(facts.num_state_slots, facts.block_size)
         self._kills = kills
         self._rows: dict[int, FakeRow] = {}
         self._step: int | None = None
@@ -227,11 +226,14 @@ class FakeWorker:
             self._slots.copy_out(block, slot)
         for number in plan.dropped:
             self._slots.end(self._rows.pop(number))
+            self._states.end_row(number)
         # A block that is then given to a row as a new one loses the content that was copied to it.
         for slot, block in plan.copies_in:
             self._slots.copy_in(slot, block)
         for added in plan.added:
             self._add(added)
+        self._states.start_rows(plan.added)
+        self._states.name_slots(plan.snapshots)
         for more in plan.blocks:
             row = self._rows[more.row]
             self._slots.grow(row, more.block_ids)
@@ -297,6 +299,7 @@ class FakeWorker:
         row.num_computed = end
         if is_late:
             row.num_computed = len(row.history) - 1
+        self._states.advance(number, row.history, row.num_computed)
         if row.pooling is not None:
             return self._pool(row, start, end)
         last = min(end, row.num_prompt_tokens - 1)
@@ -337,6 +340,7 @@ class FakeWorker:
         self._slots.write(row, start, stop)
         self._slots.spoil(row, stop, start + 1 + num_drafted)
         row.num_computed = stop
+        self._states.advance(number, row.history, stop)
         return self._result(row, token_ids, num_drafted)
 
     def _sample(self, row: FakeRow) -> int:

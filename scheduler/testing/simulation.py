@@ -46,7 +46,7 @@ class _CheckedWorker(FakeWorker):
         self.outcomes: list[Outcome] = []
         self._step_s = step_s
 
-    def run(self, plan: StepPlan, now: float = 0.0) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         """Returns the result, with the time of the step."""
         result = super().run(plan)
         for chunk in plan.chunks:

@@ -9,6 +9,7 @@ from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.request import EngineFinishReason
 from penstock.scheduler.timeline_entry import (
     AcceptedDetail,
+    BeganDetail,
     Detail,
     DraftDetail,
     EntryKind,
@@ -33,6 +34,7 @@ _NUMBERS = {
     WaitCause.ROWS: ("max_rows",),
     WaitCause.BLOCKS: ("free_blocks", "needed_blocks"),
     WaitCause.BUDGET: ("step_tokens",),
+    WaitCause.STATES: ("state_slots",),
 }
 """The fields of the numbers of each wait."""
 
@@ -91,6 +93,8 @@ def _add_detail(message: pb.TimelineEntry, detail: Detail) -> None:
             message.wait.cause = _WAITS[detail.cause]
             for name, number in zip(_NUMBERS.get(detail.cause, ()), detail.numbers, strict=True):
                 setattr(message.wait, name, number)
+        case BeganDetail():
+            message.missed_tokens = detail.num_missed_tokens
         case DraftDetail():
             message.drafts.drafted_tokens = detail.num_drafted
             message.drafts.accepted_tokens = detail.num_accepted

@@ -54,6 +54,12 @@ class ServeConfig(HostFlags, AccessFlags):
         "on one GPU: a request's results are bit-identical in every batch. Matrix products then use slower kernels, "
         "and attention does not split a row's context. Results of the cpu backend always are",
     )
+    attention_backend: str = flag(
+        "triton",
+        "what computes attention on the cuda backend: triton is penstock's own kernels; flashinfer, and fa for "
+        "FlashAttention 3, are libraries that must be installed",
+        choices=["triton", "flashinfer", "fa"],
+    )
     tensor_parallel_size: int = flag(
         1, "ranks that share the model: each is a process on its own GPU, with a part of every matrix; also runs on "
         "CPUs, in plain torch, for testing", metavar="N", low=1, high=64,
@@ -165,9 +171,9 @@ class ServeConfig(HostFlags, AccessFlags):
         shown="2048; on the cpu backend, 64 to 256, for about 0.15 s",
     )  # fmt: skip
     speculative_config: str | None = flag(
-        None, 'speculative decoding, which never changes output; none, or a method: auto, ngram, suffix, draft_model '
-        'or eagle3, the last two with a "model"; other keys are as in vLLM, and num_speculative_tokens is a limit: '
-        'fewer are drafted if that is faster', metavar="none|JSON", is_json=True,
+        None, 'speculative decoding, which never changes output; none, or a method: auto, ngram, suffix, mtp, '
+        'draft_model or eagle3, the last two with a "model"; other keys are as in vLLM, and num_speculative_tokens is '
+        'a limit: fewer are drafted if that is faster', metavar="none|JSON", is_json=True,
         shown="auto: drafts where the text of a request repeats itself; none with several ranks",
     )  # fmt: skip
     enable_predictions: bool = flag(True, "draft from the outputs that requests predict, which never changes output")

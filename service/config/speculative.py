@@ -23,6 +23,7 @@ _DRAFTS = {
     DraftMethod.SUFFIX: 16,
     DraftMethod.DRAFT_MODEL: 5,
     DraftMethod.EAGLE3: 5,
+    DraftMethod.MTP: 3,
 }
 """Defaults of num_speculative_tokens. Drafts of cheap methods may be long. With 15, a row's step has 16 tokens, which
 CPU kernels compute together."""

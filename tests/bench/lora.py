@@ -23,8 +23,8 @@ from safetensors.numpy import save_file
 
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import Backend, load_backend
-from penstock.models.checkpoint.adapter import MODULES, adapted_linears, read_adapter
 from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.checkpoint.lora.adapter import MODULES, adapted_linears, read_adapter
 from penstock.models.executor.process import WorkerProcess
 from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AdapterLoad, AddedRow, Chunk, Decode, SamplingParams, StepPlan

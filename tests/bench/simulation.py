@@ -209,7 +209,7 @@ class SleepingExecutor:
             waits = self._plans.empty()
             plan = self._plans.get()
             began = time.monotonic() if waits else done
-            result = self._worker.run(plan, 0.0)
+            result = self._worker.run(plan)
             time.sleep(max(0.0, began + result.computed_us * 1e-6 - time.monotonic()))
             result.waited_us = round(1e6 * (began - done))
             done = time.monotonic()

@@ -6,7 +6,7 @@ partial results begin as NaN with guards behind them.
 
 import math
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -51,6 +51,13 @@ CASES = (
     Case(32, 2, 2, context=70, num_queries=70, window=20, chunked=True),
 )
 """Every head size, ratio of heads, window; contexts on both sides of pages and splits."""
+LATENT_CASES = (
+    Case(576, 2, 8, context=300, num_queries=3, is_latent=True),
+    Case(40, 4, 3, context=1, num_queries=1, is_latent=True),
+    Case(72, 1, 32, context=600, num_queries=40, is_latent=True),
+    Case(18, 3, 1, context=1025, num_queries=17, is_latent=True),
+)
+PAIRS = [*product(FORMATS, CASES), *product((StorageFormat.F32, StorageFormat.BF16), LATENT_CASES)]
 
 
 # ------------------------------------------------------------------------------------------------------------ the pages
@@ -82,8 +89,11 @@ def test_a_page_holds_what_was_written(table: Kernels, kv_format: StorageFormat,
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
-def test_the_first_slot_forgets_what_the_page_held(table: Kernels, kv_format: StorageFormat) -> None:
-    case = Case(64, 2, 2, context=40, num_queries=3)
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_the_first_slot_forgets_what_the_page_held(table: Kernels, kv_format: StorageFormat, is_latent: bool) -> None:
+    if is_latent and kv_format == StorageFormat.INT8:
+        pytest.skip("latents are not stored as INT8")
+    case = Case(64, 2, 2, context=40, num_queries=3, is_latent=is_latent)
     fresh, reused = Sequence(table, kv_format, case), Sequence(table, kv_format, case)
     reused.pages[:] = POISON - 1
     for sequence in (fresh, reused):
@@ -100,8 +110,7 @@ WORD_LEVELS = {b"avx512", b"avx2", b"generic"}
 """Levels at which the weights of INT8 have 15 bits."""
 
 
-@pytest.mark.parametrize("kv_format", FORMATS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("kv_format", "case"), PAIRS, ids=str)
 def test_attention_is_that_of_float64(table: Kernels, kv_format: StorageFormat, case: Case) -> None:
     sequence = Sequence(table, kv_format, case)
     sequence.write(0, case.context)
@@ -168,10 +177,14 @@ SAME_BITS = (
     Case(32, 1, 8, context=540, num_queries=60, window=16, soft_cap=20.0),
     Case(16, 1, 4, context=640, num_queries=60, window=300, chunked=True),
 )
+LATENT_SAME_BITS = (Case(72, 3, 3, context=550, num_queries=60, is_latent=True),)
 
 
-@pytest.mark.parametrize("kv_format", FORMATS)
-@pytest.mark.parametrize("case", SAME_BITS, ids=str)
+@pytest.mark.parametrize(
+    ("kv_format", "case"),
+    [*product(FORMATS, SAME_BITS), *product((StorageFormat.F32, StorageFormat.BF16), LATENT_SAME_BITS)],
+    ids=str,
+)
 class TestTheSameBits:
     """A query's output depends on its position and on what is before it alone."""
 

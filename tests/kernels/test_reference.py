@@ -95,6 +95,14 @@ def test_choose_experts_by_hand():
     torch.testing.assert_close(probabilities, torch.tensor([[0.625, 0.375]]))
 
 
+def test_choose_experts_from_the_best_groups_by_hand():
+    logits = torch.tensor([[0.0, math.log(5), math.log(3), math.log(3), math.log(4), math.log(1)]])
+    chosen, factors = choose_experts(logits, 2, normalise=False, num_groups=3, groups_chosen=1, scale=2.0)
+    assert chosen.tolist() == [[1, 0]]
+    torch.testing.assert_close(factors, torch.tensor([[10 / 17, 2 / 17]]))
+    assert choose_experts(logits, 3, normalise=False, num_groups=3, groups_chosen=2)[0].tolist() == [[1, 4, 0]]
+
+
 def test_of_equally_likely_experts_the_first_are_chosen():
     logits = torch.tensor([0.5, 1.0, -0.0, 0.0]).repeat_interleave(50).flip(0).unsqueeze(0)  # 0, -0, 1, 0.5
     assert choose_experts(logits, 153, normalise=False)[0].tolist() == [[*range(100, 200), *range(53)]]

@@ -167,3 +167,15 @@ def test_what_is_held_is_not_flushed(kv):
     assert kv.flush() == 2
     assert kv.find_prefix(HASHES, 21) == table
     assert list(kv.events.hashes) == HASHES[:3]
+
+
+def test_where_waiting_sequences_part_from_a_row(kv):
+    """Most of them first, and only in the part that is asked for."""
+    for number, num_blocks in enumerate((1, 3, 3, 4)):
+        kv.wanted.add_owner(number, HASHES[:num_blocks], lambda other: False)
+    assert kv.wanted.partings(HASHES, 0, 5) == [3, 4, 1]
+    assert kv.wanted.partings(HASHES, 1, 3) == [3]
+    assert kv.wanted.partings(HASHES[:3], 0, 3) == [3, 1]
+    assert kv.wanted.partings(HASHES, 2, 2) == []
+    kv.wanted.remove(3, HASHES[:4])
+    assert kv.wanted.partings(HASHES, 0, 5) == [3, 1]

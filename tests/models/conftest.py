@@ -15,7 +15,7 @@ from engines import Eager, EngineUnderTest, InProcessExecutor
 
 from penstock.kernels.reference import fused as reference_cuda
 from penstock.models.backends.cpu.loading import kv_format
-from penstock.models.backends.cpu.model import block_bytes
+from penstock.models.backends.cpu.sizes import block_bytes
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.executor import spawn
 from penstock.scheduler.config import SchedulerConfig
@@ -54,6 +54,7 @@ OWN_STEPS = (
     "gemma4-inputs",
     "gemma4-experts",
     "gpt-oss",
+    "deepseek-v3",
     "falcon7b",
     "gpt2",
     "smollm3",
@@ -239,7 +240,7 @@ async def start_engine() -> AsyncIterator[Start]:
 def captures_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU, fails a test in which a step of the CUDA backend does what a CUDA graph cannot capture."""
     if not torch.cuda.is_available():
-        from capture_checks import check_captures
+        from without_gpu.capture_checks import check_captures
 
         check_captures(monkeypatch)
 

@@ -196,12 +196,11 @@ class World:
     def reconfigure(self, random_number: int) -> None:
         """The operator changes limits and policy."""
         rng = random.Random(random_number)
-        budget = self.facts.max_num_batched_tokens
         self.config = replace(
             self.config,
             policy=rng.choice(tuple(Policy)),
             max_num_seqs=rng.randint(1, self.facts.max_num_seqs),
-            max_num_batched_tokens=rng.randint(1, budget),
+            max_num_batched_tokens=rng.randint(1, self.facts.max_num_batched_tokens),
             max_queued_requests=rng.choice((2, 100)),
             tenants={"a": TenantLimits(weight=rng.choice((0.5, 3.0)), max_live_requests=rng.choice((None, 4)))},
         )
@@ -288,6 +287,7 @@ class World:
         pinned = [sequence for sequence in waiting if sequence.pinned]
         self.scheduler.kv.check([sequence.block_ids or sequence.pinned for sequence in [*running, *pinned]])
         assert Counter(map(id, planner._pinned._sequences)) == Counter(map(id, pinned))
+        assert not self.facts.num_state_slots or set(self.scheduler.kv.states._rows) == set(running)
         rows = planner.running
         lanes = [list(lane) for lane in planner.waiting._lanes.values()]
         for line in (*lanes, rows.prefilling, rows.decoding, rows.held):

@@ -46,6 +46,8 @@ class Case:
     chunked: bool = False
     soft_cap: float = 0.0
     sinks: bool = False
+    is_latent: bool = False
+    """Whether the KV heads are one head, whose keys are the values too."""
 
     @property
     def num_heads(self) -> int:
@@ -74,7 +76,7 @@ def assert_guarded(memory: Bytes) -> None:
     assert (memory[-GUARD:] == POISON).all()
 
 
-def make_layout(kv_format: StorageFormat, kv_heads: int, head_dim: int) -> KvLayout:
+def make_layout(kv_format: StorageFormat, kv_heads: int, head_dim: int, *, is_latent: bool = False) -> KvLayout:
     """As core/kernel_table.h draws it."""
     padded = -(-head_dim // LANES) * LANES
     head_bytes = {
@@ -82,6 +84,8 @@ def make_layout(kv_format: StorageFormat, kv_heads: int, head_dim: int) -> KvLay
         StorageFormat.BF16: 64 * padded,
         StorageFormat.INT8: 32 * padded + 128,
     }[kv_format]
+    if is_latent:
+        return KvLayout(kv_format, kv_heads, head_dim, head_bytes // 2, head_bytes // 2, True)
     return KvLayout(kv_format, kv_heads, head_dim, head_bytes, head_bytes * kv_heads)
 
 
@@ -114,11 +118,13 @@ def unpack(layout: KvLayout, page: Bytes) -> tuple[Doubles, Doubles]:
     per = {StorageFormat.F32: 1, StorageFormat.BF16: 2, StorageFormat.INT8: 4}[StorageFormat(layout.format)]
     padded = -(-layout.head_dim // LANES) * LANES
     keys, values = [], []
-    for head in range(layout.kv_heads):
+    for head in range(1 if layout.is_latent else layout.kv_heads):
         data = page[head * layout.head_bytes : (head + 1) * layout.head_bytes]
         section = padded * LANES * 4 // per
         key_words = data[:section].reshape(padded // per, LANES, per, 4 // per).transpose(1, 0, 2, 3)
-        value_words = data[section : 2 * section].reshape(LANES // per, padded, per, 4 // per).transpose(0, 2, 1, 3)
+        value_words = key_words
+        if not layout.is_latent:
+            value_words = data[section : 2 * section].reshape(LANES // per, padded, per, 4 // per).transpose(0, 2, 1, 3)
         key_bytes = np.ascontiguousarray(key_words).reshape(LANES, padded, 4 // per)
         value_bytes = np.ascontiguousarray(value_words).reshape(LANES, padded, 4 // per)
         if layout.format == StorageFormat.F32:
@@ -143,13 +149,13 @@ class Sequence:
     def __init__(self, table: Kernels, kv_format: StorageFormat, case: Case, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
         self.table, self.case = table, case
-        self.layout = make_layout(kv_format, case.kv_heads, case.head_dim)
+        self.layout = make_layout(kv_format, case.kv_heads, case.head_dim, is_latent=case.is_latent)
         num_pages = -(-case.context // LANES)
         self.page_ids = rng.permutation(num_pages + 3)[:num_pages].astype(np.int32)
         self.pages = aligned(self.layout.page_bytes * (num_pages + 3))
-        shape = (case.context, case.kv_heads, case.head_dim)
+        shape = (case.context, 1 if case.is_latent else case.kv_heads, case.head_dim)
         self.keys = rng.standard_normal(shape, np.float32)
-        self.values = rng.standard_normal(shape, np.float32) + 0.5
+        self.values = self.keys if case.is_latent else rng.standard_normal(shape, np.float32) + 0.5
         # Queries and outputs of a batch, whose other tokens and columns are poisoned.
         self.width = case.num_heads * case.head_dim
         self.token = 2
@@ -252,6 +258,8 @@ class Sequence:
             values = np.concatenate([value for _, value in pages])[: case.context]
             if self.layout.format != StorageFormat.F32:
                 keys, values = restored(keys), restored(values)
+        if case.is_latent:
+            keys = values = np.repeat(keys, case.kv_heads, axis=1)
         heads = queries.reshape(-1, case.kv_heads, case.group, case.head_dim)
         if stored and self.layout.format == StorageFormat.BF16:
             heads = restored(bf16(hadamard(heads)).astype(np.float64))

@@ -101,6 +101,10 @@ def dashboard(
         yield _row(
             "", f"{stats.host_blocks:,} blocks in host memory; {stats.restored_tokens:,} tokens came back from it"
         )
+    if stats.state_slots_used:
+        missed = f"{stats.state_missed_tokens:,} cached tokens were computed again for lack of one"
+        slots = f"{stats.state_slots_used:,} slots used, {stats.state_snapshots:,} by saved states"
+        yield _row("states", f"{slots}; {missed}")
     predicted = f"a short request's is predicted after {_whole_ms(stats.predicted_ttft)} ms"
     yield _row("1st token", predicted if stats.HasField("predicted_ttft") else "nothing is known yet")
     lag = stats.loop_lag

@@ -144,7 +144,8 @@ def _words(entry: pb.TimelineEntry, request_id: str, goes_on: bool) -> str:
         case pb.TIMELINE_KIND_WAITED:
             text = f"{'waits' if goes_on else 'waited'} for {wait_words(entry.wait)}"
         case pb.TIMELINE_KIND_BEGAN:
-            text = f"began: {_tokens(entry.num_tokens) if entry.num_tokens else 'nothing'} from the cache"
+            found = _tokens(entry.num_tokens) if entry.num_tokens else "nothing"
+            text = f"began: {found} from the cache{_missed(entry)}"
         case pb.TIMELINE_KIND_PREFILLED:
             text = f"computed {_tokens(entry.num_tokens)}{_chunks(entry)}"
         case pb.TIMELINE_KIND_DECODED:
@@ -159,6 +160,10 @@ def _words(entry: pb.TimelineEntry, request_id: str, goes_on: bool) -> str:
 
 def _tokens(number: int) -> str:
     return f"{number:,} token{'' if number == 1 else 's'}"
+
+
+def _missed(entry: pb.TimelineEntry) -> str:
+    return f", {entry.missed_tokens:,} more without a saved state" if entry.missed_tokens else ""
 
 
 def _chunks(entry: pb.TimelineEntry) -> str:

@@ -10,7 +10,7 @@ from penstock.kernels.cpu.bindings import LANES, Kernels, Matrix, StorageFormat
 from penstock.kernels.cpu.program import DecoderModel, ElementType, Library, LoraPair
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.cpu.weights import ALIGNMENT, Rows
-from penstock.models.checkpoint.adapter import MODULES, AdaptedLinear, LoraAdapter, adapted_linears
+from penstock.models.checkpoint.lora.adapter import MODULES, AdaptedLinear, LoraAdapter, adapted_linears
 
 
 class CpuAdapters:

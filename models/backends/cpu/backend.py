@@ -12,26 +12,35 @@ from penstock.models.backends.cpu.loading import DTYPES, SMALL_STEP, ModelLoadin
 from penstock.models.backends.cpu.memory import FirstPages
 from penstock.models.backends.cpu.model import CpuModel
 from penstock.models.backends.cpu.outputs import BatchOutputs, Features, batch_fields
+from penstock.models.backends.cpu.recurrent import CpuStates, StepStates
 from penstock.models.backends.cpu.sampling import SamplingRows
 from penstock.models.backends.cpu.weights import is_kept
 from penstock.models.backends.pipeline_parallel import ModelPart
 from penstock.models.batch.batch import Batch, BatchResult
-from penstock.models.checkpoint.adapter import LoraAdapter
 from penstock.models.checkpoint.info import CheckpointInfo
+from penstock.models.checkpoint.lora.adapter import LoraAdapter
 from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 
 
 class CpuBackend(SynchronousBackend):
     """A ``Backend`` over the CPU library."""
 
-    def __init__(self, model: CpuModel, pages: Memory, facts: WorkerFacts, adapters: CpuAdapters | None = None) -> None:
+    def __init__(
+        self,
+        model: CpuModel,
+        pages: Memory,
+        facts: WorkerFacts,
+        states: Memory | None = None,
+        adapters: CpuAdapters | None = None,
+    ) -> None:
         self.facts = facts
         self.model = model
         self._adapters = adapters
         if adapters is not None:
             adapters.attach(model.model)
         self._first_pages = FirstPages(pages, model.model.page_bytes)
-        self._program = model.program(pages)
+        self._program = model.program(pages, states=states)
+        self.states = None if states is None else CpuStates(states, facts.state_bytes, self._program)
         self._num_logits = model.model.num_logits
         self._small_step = SMALL_STEP // model.num_parameters
         self._sampling = SamplingRows()
@@ -54,7 +63,10 @@ class CpuBackend(SynchronousBackend):
         outputs = BatchOutputs(batch, self._sampling, self._num_logits)
         features = Features(batch, self.facts.hidden_size) if batch.feature_layers else None
         tables = np.ascontiguousarray(batch.tables)
+        states = StepStates.of_batch(batch) if batch.states else None
         step = Step(**batch_fields(batch, tables), **outputs.fields, **(features.fields if features else {}))
+        if states is not None:
+            step.states = states.rows
         slots = batch.adapters if self._adapters is not None else None  # a draft model's rows may have some
         if slots is not None:
             step.adapters = address(slots)
@@ -119,10 +131,10 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> Backend:
     part = ModelPart.whole(loading.spec)
     model = loading.load_weights(part)
     adapters = loading.allocate_adapters() if config.max_loras else None  # before the KV cache gets the rest
-    num_blocks = loading.num_blocks(part)
-    pages = loading.allocate_pages(part, num_blocks)
-    facts = loading.facts(part, model.weight_bytes, num_blocks)
-    return CpuBackend(model, pages, facts, adapters)
+    num_blocks, num_slots = loading.cache_sizes(part)
+    pages, states = loading.allocate_pages(part, num_blocks), loading.allocate_states(num_slots)
+    facts = loading.facts(part, model.weight_bytes, num_blocks, num_state_slots=num_slots)
+    return CpuBackend(model, pages, facts, states, adapters)
 
 
 load_stage = load_later_stage

@@ -31,7 +31,7 @@ from penstock.models.backends.stage_link import (
 )
 from penstock.models.backends.tensor_parallel import PeerLost
 from penstock.models.batch.batch import Batch, BatchResult
-from penstock.models.checkpoint.adapter import LoraAdapter
+from penstock.models.checkpoint.lora.adapter import LoraAdapter
 from penstock.models.errors import ModelError
 from penstock.scheduler.worker_config import WorkerFacts
 
@@ -50,7 +50,7 @@ class FirstStage:
     """A ``Backend`` that computes its own layers of a batch, sends the rest on its way, and computes the head when the
     hidden states come back. Meanwhile the next batch may start, if it has no row of this one."""
 
-    runs_ahead, needs_tokens = True, True
+    runs_ahead, needs_tokens, states = True, True, None
 
     def __init__(self, model: CpuModel, pages: Memory, facts: WorkerFacts, links: Sequence[StageLink]) -> None:
         self.facts = facts
@@ -157,7 +157,9 @@ def load_first_stage(loading: ModelLoading) -> FirstStage:
         link.send(StageFrame.LAYERS, StageLayers(layers))
     part = ModelPart.of_stage(0, layers)
     model = loading.load_weights(part)
-    num_blocks = min([loading.num_blocks(part), *(link.receive(StageFrame.ROOM)[0].num_blocks for link in links)])
+    num_blocks = min(
+        [loading.cache_sizes(part).num_blocks, *(link.receive(StageFrame.ROOM)[0].num_blocks for link in links)]
+    )
     for link in links:
         link.send(StageFrame.BLOCKS, StageBlocks(num_blocks))
     pages = loading.allocate_pages(part, num_blocks)

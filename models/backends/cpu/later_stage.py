@@ -79,7 +79,7 @@ def load_later_stage(config: WorkerConfig, info: CheckpointInfo) -> CpuLaterStag
     stage = config.pipeline_parallel_rank
     part = ModelPart.of_stage(stage, layers.layers)
     model = loading.load_weights(part)
-    link.send(StageFrame.ROOM, StageBlocks(loading.num_blocks(part)))
+    link.send(StageFrame.ROOM, StageBlocks(loading.cache_sizes(part).num_blocks))
     blocks, _ = link.receive(StageFrame.BLOCKS)
     pages = loading.allocate_pages(part, blocks.num_blocks)
     link.send(StageFrame.READY, None)

@@ -9,10 +9,18 @@ from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import context_of, shared_facts
 from penstock.models.backends.cpu.adapters import CpuAdapters, adapter_bytes
 from penstock.models.backends.cpu.machine_limits import READ_BYTES, measure_limits
-from penstock.models.backends.cpu.model import CpuModel, StorageFormats, block_bytes, load_model, max_weight_bytes
+from penstock.models.backends.cpu.model import CpuModel, load_model
+from penstock.models.backends.cpu.recurrent import slot_floats
+from penstock.models.backends.cpu.sizes import StorageFormats, block_bytes, max_weight_bytes
 from penstock.models.backends.cpu.stage_limits import arithmetic
 from penstock.models.backends.cpu.weights import DummyTensors, FileTensors, Tensors, is_kept
-from penstock.models.backends.memory import allocated, check_adapters_fit, check_weights_fit, num_kv_blocks
+from penstock.models.backends.memory import (
+    CacheSizes,
+    allocated,
+    cache_sizes,
+    check_adapters_fit,
+    check_weights_fit,
+)
 from penstock.models.backends.pipeline_parallel import ModelPart, PartWork, StageSpeed, work_of
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.errors import ModelError
@@ -70,6 +78,7 @@ class ModelLoading:
             )
         self.formats = _formats(config, info, self.dtype, self.quantization)
         self.max_model_len = context_of(config, self.spec)
+        self.state_bytes = 4 * slot_floats(self.spec)
         kernels = find_kernels()
         assert kernels is not None, "every machine runs the generic kernels"
         self.kernels = kernels
@@ -109,9 +118,10 @@ class ModelLoading:
         except MemoryError as error:
             raise ModelError("--max-loras: memory for the adapters cannot be allocated on cpu: give less") from error
 
-    def num_blocks(self, part: ModelPart) -> int:
-        """Returns how many KV blocks this process has room for, once its weights are loaded. Raises ModelError."""
-        return num_kv_blocks(self.config, self._block_bytes(part), self.max_model_len)
+    def cache_sizes(self, part: ModelPart) -> CacheSizes:
+        """Returns how many KV blocks and recurrent states this process has room for, once its weights are loaded.
+        Raises ModelError."""
+        return cache_sizes(self.config, self._block_bytes(part), self.state_bytes, self.max_model_len)
 
     def allocate_pages(self, part: ModelPart, num_blocks: int) -> Memory:
         """Allocates the KV pages of a part's layers. Raises ModelError."""
@@ -121,8 +131,20 @@ class ModelLoading:
             # units of 4 KiB or 2 MiB, so heads cannot be placed one by one.
             return self.library.shared_memory(num_blocks * self._block_bytes(part))
 
+    def allocate_states(self, num_slots: int) -> Memory | None:
+        """Allocates the slots of recurrent states, if the model has any. Raises ModelError."""
+        if not num_slots:
+            return None
+        with allocated(num_slots, "cpu"):
+            return self.library.shared_memory(num_slots * self.state_bytes)
+
     def facts(
-        self, part: ModelPart, weight_bytes: int, num_blocks: int, stage_layers: tuple[int, ...] = ()
+        self,
+        part: ModelPart,
+        weight_bytes: int,
+        num_blocks: int,
+        stage_layers: tuple[int, ...] = (),
+        num_state_slots: int = 0,
     ) -> WorkerFacts:
         """Returns the facts of this process."""
         instruction_set = self.kernels.name.decode()
@@ -130,7 +152,8 @@ class ModelLoading:
         has_integers = self.quantization in ("int8", "int4") or any(is_kept(each.scheme) for each in quantized)
         budget = _default_budget(self.spec, instruction_set, self.config.num_threads, has_integers=has_integers)
         return WorkerFacts(
-            **shared_facts(self.config, self.info, num_blocks, budget),
+            **shared_facts(self.config, self.info, num_blocks, budget, num_state_slots),
+            state_bytes=self.state_bytes,
             backend="cpu",
             dtype=self.dtype,
             kv_cache_dtype="int8" if self.formats.kv is StorageFormat.INT8 else self.dtype,
@@ -202,11 +225,15 @@ def kv_format(config: WorkerConfig, info: CheckpointInfo, dtype: str) -> Storage
     """Returns the type of the KV cache of a model with activations in ``dtype``. Raises ModelError.
 
     Where this backend quantises the weights, ``auto`` is int8: that adds little to their error, and attention reads
-    half the bytes.
+    half the bytes. Latents are not quantised.
     """
     wanted = config.kv_cache_dtype
     if wanted not in ("auto", "int8", dtype):
         why = "is for the backend cuda" if wanted == "fp8" else f"the activations are in {dtype}"
         raise ModelError(f"--kv-cache-dtype {wanted}: {why}: give auto, {dtype} or int8")
+    if info.spec.latent is not None:
+        if wanted == "int8":
+            raise ModelError(f"--kv-cache-dtype int8: is not for latent attention: give auto or {dtype}")
+        return DTYPES[dtype]
     is_int8 = wanted == "int8" or (wanted == "auto" and info.at_load(config.quantization) is not None)
     return StorageFormat.INT8 if is_int8 else DTYPES[dtype]

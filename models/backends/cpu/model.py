@@ -2,12 +2,11 @@
 
 import ctypes
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.kernels.cpu.bindings import LANES, GemmActivation, Kernels, KvLayout, StorageFormat
+from penstock.kernels.cpu.bindings import GemmActivation, Kernels, StorageFormat
 from penstock.kernels.cpu.program import (
     DecoderLayer,
     DecoderModel,
@@ -23,19 +22,28 @@ from penstock.kernels.cpu.program import (
 from penstock.models.architecture import spec_parts as decoder
 from penstock.models.architecture.rope import attention_factor, inverse_frequencies
 from penstock.models.architecture.spec import BESIDE_NORMS, ModelSpec
+from penstock.models.backends.cpu.latent import add_latent
+from penstock.models.backends.cpu.recurrent import add_recurrent, slot_floats
+from penstock.models.backends.cpu.sizes import (
+    EMBEDDING,
+    HEAD,
+    LAYER_EMBEDDING,
+    LAYER_PROJECTION,
+    POSITIONS,
+    ROUTER,
+    SHARED_GATE,
+    StorageFormats,
+    kv_layouts,
+)
 from penstock.models.backends.cpu.weights import (
-    ALIGNMENT,
     Packer,
     Tensors,
-    group_made,
-    is_kept,
     narrowed,
-    stored_format,
     widened,
 )
 from penstock.models.backends.pipeline_parallel import ModelPart
-from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, EagleSpec
-from penstock.models.checkpoint.quantization.layout import QuantizedLinear
+from penstock.models.checkpoint.draft_head import FC, HeadSpec
+from penstock.models.checkpoint.mtp import EMBEDDING_NORM, MtpSpec
 from penstock.models.checkpoint.quantization.reader import QuantizationError
 from penstock.models.errors import ModelError
 
@@ -47,29 +55,6 @@ QK_NORMS = {
     decoder.QkNorm.ALL: QkNormKind.ALL,
     decoder.QkNorm.UNWEIGHTED: QkNormKind.HEAD,
 }
-
-EMBEDDING = "model.embed_tokens.weight"
-POSITIONS = "model.embed_positions.weight"
-LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
-LAYER_PROJECTION = "model.per_layer_model_projection"
-HEAD = "lm_head.weight"
-ROUTER = "mlp.gate"
-SHARED_GATE = "mlp.shared_expert_gate"
-
-ELEMENT_BYTES = {StorageFormat.F32: 4, StorageFormat.BF16: 2, StorageFormat.INT8: 1, StorageFormat.INT4: 1}
-"""The largest size of a weight."""
-
-
-@dataclass(frozen=True)
-class StorageFormats:
-    """The formats that a model is held in."""
-
-    weights: StorageFormat
-    """The format of the layers' products."""
-    head: StorageFormat
-    table: StorageFormat
-    """The format of an embedding that is not the head's matrix: F32 or BF16."""
-    kv: StorageFormat
 
 
 @dataclass(frozen=True)
@@ -85,71 +70,13 @@ class CpuModel:
     """The parameters of the whole model, whatever part of it this is."""
     parts: tuple[object, ...]
 
-    def program(self, pages: Memory, part: DecoderModel | None = None) -> Program:
-        """Returns the program that runs the model's steps over KV pages, or only a part of each step."""
+    def program(self, pages: Memory, part: DecoderModel | None = None, states: Memory | None = None) -> Program:
+        """Returns the program that runs the model's steps over KV pages and recurrent states, or only a part of each
+        step."""
         model = part or self.model
-        model.pages = pages.address
+        model.pages, model.states = pages.address, states and states.address
         self.library.loaded()
         return self.library.program(model)
-
-
-def kv_layouts(spec: ModelSpec, format: StorageFormat, part: ModelPart) -> list[tuple[KvLayout, int]]:
-    """Returns the layout of each layer's page, drawn in ``csrc/core/kernel_table.h``, and its offset from the page of
-    the part's first layer. A layer without keys of its own has the page of another one. All layers' pages of the same
-    tokens are adjacent, so that fresh memory is first used evenly over time, not for all layers at once."""
-    scales = 2 * LANES * 4 if format is StorageFormat.INT8 else 0
-    specs = {layer: spec.at(layer) for layer in part.layers}
-    heads = {
-        layer: 2 * (-(-sizes.head_dim // LANES) * LANES) * LANES * ELEMENT_BYTES[format] + scales
-        for layer, sizes in specs.items()
-    }
-    offsets: dict[int, int] = {}
-    page_bytes = 0
-    for layer, sizes in specs.items():
-        offsets[layer] = page_bytes if spec.has_kv(layer) else offsets[spec.kv_sources[layer]]
-        page_bytes += sizes.num_kv_heads * heads[layer] if spec.has_kv(layer) else 0
-    return [
-        (KvLayout(format, sizes.num_kv_heads, sizes.head_dim, heads[layer], page_bytes), offsets[layer])
-        for layer, sizes in specs.items()
-    ]
-
-
-def block_bytes(spec: ModelSpec, format: StorageFormat, block_size: int, part: ModelPart | None = None) -> int:
-    """Returns the size of a block of ``block_size`` tokens, a multiple of 16, in all layers of a part."""
-    (layout, _), *_ = kv_layouts(spec, format, part or ModelPart.whole(spec))
-    return int(layout.page_bytes) * (block_size // LANES)
-
-
-def max_weight_bytes(
-    spec: ModelSpec,
-    formats: StorageFormats,
-    quantized: Mapping[str, QuantizedLinear],
-    kernels: Kernels,
-    part: ModelPart | None = None,
-) -> int:
-    """Returns the most that the packed weights of a part need. They need little less: joining linears saves a panel at
-    most."""
-    total = 0
-    for name, shape in spec.tensors():
-        if part is not None and not part.has(name):
-            continue
-        if len(shape) == 1:
-            total += 4 * shape[0]
-        elif name == LAYER_EMBEDDING or (name == EMBEDDING and not spec.tied_embeddings):
-            total += math.prod(shape) * ELEMENT_BYTES[formats.table]
-        elif name == POSITIONS:
-            total += math.prod(shape) * 4
-        else:
-            rows, columns = shape
-            kind = formats.head if name in (EMBEDDING, HEAD) else formats.weights
-            is_float = name.endswith((f"{ROUTER}.weight", f"{SHARED_GATE}.weight", "_norm.weight"))
-            kind, group = (StorageFormat.F32, 0) if is_float else (kind, group_made(kind))
-            linear = quantized.get(name.removesuffix(".weight"))
-            if linear is not None and is_kept(linear.scheme):
-                kind, group = stored_format(linear.scheme, columns)
-            total += -(-rows // LANES) * int(kernels.panel_bytes(kind, columns, group))
-        total += ALIGNMENT
-    return total
 
 
 def load_model(
@@ -179,32 +106,37 @@ def load_model(
     if part.has_ends:
         # The largest matrices go first: while a matrix is packed, its file's pages count as this process's memory.
         _add_ends(packer, spec, formats, model)
-    experts: list[object] = []
+    kept: list[object] = []
     layouts, rotations = kv_layouts(spec, formats.kv, part), spec.rotations
-    layers = (DecoderLayer * len(part.layers))(
-        *(_layer(packer, spec.at(index), index, experts) for index in part.layers)
-    )
+    layers = (DecoderLayer * len(part.layers))(*(_layer(packer, spec.at(index), index, kept) for index in part.layers))
     for layer, index, (layout, offset) in zip(layers, part.layers, layouts, strict=True):
         layer.kv, layer.kv_offset = layout, offset
         layer.rope = ropes.index(rotations[index])
     model.kernels = ctypes.pointer(kernels)
     model.num_ropes, model.ropes = len(ropes), ctypes.addressof(rope_array)
     model.layers = ctypes.addressof(layers)
-    if isinstance(spec, EagleSpec):
+    if isinstance(spec, HeadSpec):
         model.fc = packer.linear([FC], [spec.hidden_size], spec.fc_columns, False)
-        layers[0].hidden_norm = Norm(packer.vector(HIDDEN_NORM, spec.hidden_size))
+        hidden_norm = Norm(packer.vector(spec.hidden_norm, spec.hidden_size, spec.norm_offset))
+        if isinstance(spec, MtpSpec):
+            embedding_norm = Norm(packer.vector(EMBEDDING_NORM, spec.hidden_size, spec.norm_offset))
+            model.embedding_norm, model.hidden_norm = embedding_norm, hidden_norm
+        else:
+            layers[0].hidden_norm = hidden_norm
     tensors.done()
     used = packer.address - memory.address
     return CpuModel(
-        model, library, memory, used, packer.error, spec.num_parameters, (layers, rope_array, experts, packer.kept)
+        model, library, memory, used, packer.error, spec.num_parameters, (layers, rope_array, kept, packer.kept)
     )
 
 
 def _add_ends(packer: Packer, spec: ModelSpec, formats: StorageFormats, model: DecoderModel) -> None:
     """Packs what comes before the layers and after them."""
     hidden, wide = spec.hidden_size, formats.table is StorageFormat.F32
-    name = EMBEDDING if spec.tied_embeddings else HEAD
-    head = packer.linear([name.removesuffix(".weight")], [spec.head_rows], hidden, spec.head_bias, format=formats.head)
+    if spec.has_head:
+        name = (EMBEDDING if spec.tied_embeddings else HEAD).removesuffix(".weight")
+        head = packer.linear([name], [spec.head_rows], hidden, spec.head_bias, format=formats.head)
+        model.packed_embedding, model.head = head.parts[0], head
     if spec.has_table:
         model.embedding = packer.table(EMBEDDING, (spec.vocab_size, hidden), wide)
     if (positions := spec.position_table) is not None:
@@ -215,7 +147,6 @@ def _add_ends(packer: Packer, spec: ModelSpec, formats: StorageFormats, model: D
         model.input_embedding = packer.table(LAYER_EMBEDDING, (spec.layer_inputs.vocab_size, columns), wide)
         model.input_linear = packer.linear([LAYER_PROJECTION], [columns], hidden, False)
         model.input_linear_norm = Norm(packer.vector("model.per_layer_projection_norm.weight", size, spec.norm_offset))
-    model.packed_embedding, model.head = head.parts[0], head
     model.norm = _norm(packer, spec, "model.norm")
 
 
@@ -235,6 +166,7 @@ def _without_weights(
         qk_norm=QK_NORMS[spec.qk_norm],
         qk_norm_is_last=spec.qk_norm_is_last,
         activation=ACTIVATIONS[spec.activation],
+        gated_attention=spec.gated_attention,
         gated_mlp=spec.gated_mlp,
         layer_norms=spec.norm_kind is decoder.NormKind.LAYER,
         parallel_layers=spec.is_parallel,
@@ -256,6 +188,7 @@ def _without_weights(
         logit_soft_cap=spec.logit_soft_cap or 0.0,
         embedding_format=formats.table,
         page_bytes=kv_layouts(spec, formats.kv, part)[0][0].page_bytes,
+        state_floats=slot_floats(spec),
     )
 
 
@@ -293,57 +226,67 @@ def _norm(packer: Packer, spec: ModelSpec, name: str | None, factor: float = 1.0
     return Norm(weight, packer.vector(f"{name}.bias", hidden) if "bias" in parts else None)
 
 
-def _layer(packer: Packer, spec: ModelSpec, index: int, experts: list[object]) -> DecoderLayer:
-    """Packs a layer. ``spec`` has its sizes."""
+def _layer(packer: Packer, spec: ModelSpec, index: int, kept: list[object]) -> DecoderLayer:
+    """Packs a layer. ``spec`` has its sizes; ``kept`` gets what has to live as long as the layer."""
     prefix = f"model.layers.{index}."
-    attention, hidden = f"{prefix}self_attn.", spec.hidden_size
-    norms = [_norm(packer, spec, name and prefix + name) for name in spec.layer_norms]
+    hidden, mixer = spec.hidden_size, spec.recurrent[index]
+    norms = [_norm(packer, spec, name and prefix + name) for name in spec.norms_of(index)]
     if spec.norm_placement is decoder.NormPlacement.PARALLEL:
         norms[2] = norms[0]
-    qk_norms = [Norm(), Norm()]
-    if spec.qk_norm is decoder.QkNorm.UNWEIGHTED and spec.norms_qk(index):
-        qk_norms = [Norm(packer.keep(np.ones(spec.head_dim, np.float32)))] * 2
-    elif spec.norms_qk(index):
-        for which, name in enumerate(("q_norm", "k_norm") if spec.has_kv(index) else ("q_norm",)):
-            shape = spec.qk_norm_shapes[which]
-            qk_norms[which] = Norm(packer.vector(f"{attention}{name}.weight", shape, spec.norm_offset))
-    qkv = {f"{attention}{name}": rows for name, rows in spec.qkv_rows(index).items()}
     layer = DecoderLayer(
         attention_norm=norms[0],
         attention_post_norm=norms[1],
         mlp_norm=norms[2],
         mlp_post_norm=norms[3],
-        query_norm=qk_norms[0],
-        key_norm=qk_norms[1],
-        value_norm=Norm(packer.keep(np.ones(spec.head_dim, np.float32))) if spec.value_norm else Norm(),
-        sinks=packer.vector(f"{attention}sinks", spec.num_heads) if spec.sinks else None,
-        window=spec.windows[index] or 0,
-        scales_queries=spec.scales_queries(index),
-        has_kv=spec.has_kv(index),
-        values_are_keys=spec.values_are_keys(index),
         intermediate_size=spec.intermediate_size,
-        qkv=packer.linear(list(qkv), list(qkv.values()), spec.qkv_columns, spec.qkv_bias),
-        output=packer.linear([f"{attention}o_proj"], [hidden], spec.query_size, spec.output_bias),
         router_norm=norms[2],
         expert_norm=norms[2],
         scalar=packer.number(f"{prefix}layer_scalar") if spec.layer_scalars else 1.0,
     )
+    if mixer is None and spec.has_mixer(index):
+        _add_attention(packer, spec, index, f"{prefix}self_attn.", layer)
+        if spec.latent is not None:
+            add_latent(packer, spec, spec.latent, f"{prefix}self_attn.", layer, kept)
+    elif mixer is not None:
+        add_recurrent(packer, spec, index, mixer, layer)
     if spec.layer_inputs is not None:
         size = spec.layer_inputs.size
         layer.input_gate = packer.linear([f"{prefix}per_layer_input_gate"], [size], hidden, False)
         layer.input_projection = packer.linear([f"{prefix}per_layer_projection"], [hidden], size, False)
         layer.input_norm = _norm(packer, spec, f"{prefix}post_per_layer_input_norm")
-    if spec.experts is None or not spec.has_experts(index) or spec.experts.beside_mlp:
+    beside = spec.experts is not None and spec.experts.beside_mlp
+    if spec.has_mlp(index) and (beside or not spec.has_experts(index)):
         layer.mlp = _mlp(packer, f"{prefix}mlp.", hidden, spec.intermediate_size, spec.mlp_bias, spec.gated_mlp)
     if spec.experts is not None and spec.has_experts(index):
-        _add_experts(packer, spec, spec.experts, prefix, layer, experts)
+        _add_experts(packer, spec, spec.experts, prefix, layer, kept)
     return layer
 
 
+def _add_attention(packer: Packer, spec: ModelSpec, index: int, prefix: str, layer: DecoderLayer) -> None:
+    """Packs a layer's attention."""
+    if spec.qk_norm is decoder.QkNorm.UNWEIGHTED and spec.norms_qk(index):
+        layer.query_norm = layer.key_norm = Norm(packer.keep(np.ones(spec.head_dim, np.float32)))
+    elif spec.norms_qk(index):
+        query, key = spec.qk_norm_shapes
+        layer.query_norm = Norm(packer.vector(f"{prefix}q_norm.weight", query, spec.norm_offset))
+        if spec.has_kv(index):
+            layer.key_norm = Norm(packer.vector(f"{prefix}k_norm.weight", key, spec.norm_offset))
+    if spec.value_norm:
+        layer.value_norm = Norm(packer.keep(np.ones(spec.head_dim, np.float32)))
+    layer.sinks = packer.vector(f"{prefix}sinks", spec.num_heads) if spec.sinks else None
+    layer.window = spec.windows[index] or 0
+    layer.scales_queries = spec.scales_queries(index)
+    layer.has_kv = spec.has_kv(index)
+    layer.values_are_keys = spec.values_are_keys(index)
+    qkv = {f"{prefix}{name}": rows for name, rows in spec.qkv_rows(index).items()}
+    layer.qkv = packer.linear(list(qkv), list(qkv.values()), spec.qkv_columns, spec.qkv_bias)
+    layer.output = packer.linear([f"{prefix}o_proj"], [spec.hidden_size], spec.output_columns, spec.output_bias)
+
+
 def _add_experts(
-    packer: Packer, spec: ModelSpec, kinds: decoder.Experts, prefix: str, layer: DecoderLayer, experts: list[object]
+    packer: Packer, spec: ModelSpec, kinds: decoder.Experts, prefix: str, layer: DecoderLayer, kept: list[object]
 ) -> None:
-    """Packs a layer's experts and its router."""
+    """Packs a layer's experts and its router; ``kept`` gets the experts."""
     hidden = spec.hidden_size
     if kinds.beside_mlp:
         layer.router_norm, layer.expert_norm, layer.expert_post_norm, layer.mlp_inner_norm = (
@@ -371,7 +314,7 @@ def _add_experts(
                 f"{prefix}mlp: its experts have input orders of their own (g_idx), though desc_act or actorder is off "
                 "in config.json: give --backend reference, or use a checkpoint without them"
             )
-    experts.append(array)
+    kept.append(array)
     layer.experts = ctypes.addressof(array)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.kernels.cpu.bindings import LANES, Matrix, StorageFormat
-from penstock.kernels.cpu.program import DecoderLayer, DecoderModel, PackedLinear, PackedMlp
+from penstock.kernels.cpu.program import DecoderLayer, DecoderModel, Latent, PackedLinear, PackedMlp
 
 FLOATS = {StorageFormat.F32: "float32", StorageFormat.BF16: "bfloat16"}
 
@@ -72,12 +72,22 @@ class StageLimits:
         """Yields the stage, bytes, operations and type of each product. ``kept`` tokens go on after attention."""
         yield from _products("qkv", layer.qkv, tokens)
         yield from _products("output", layer.output, kept)
+        yield from self._latent(layer.latent, tokens, kept)
         if not layer.router.num_parts:
             yield from _mlp("down", layer.mlp, kept)
         else:
             yield from self._experts(layer, kept)
         yield from _products("down", layer.input_gate, kept)
         yield from _products("down", layer.input_projection, kept)
+
+    def _latent(self, latent: Latent, tokens: int, kept: int) -> Iterator[tuple[str, float, float, str]]:
+        if not latent.rank:
+            return
+        yield from _products("qkv", latent.query, tokens)
+        for stage, address, count in (("qkv", latent.absorb, tokens), ("output", latent.expand, kept)):
+            matrix, heads = Matrix.from_address(address), self._model.num_heads
+            num_bytes = heads * _num_bytes(matrix) if count else 0
+            yield stage, num_bytes, 2.0 * heads * matrix.rows * matrix.columns * count, _kind(matrix)
 
     def _experts(self, layer: DecoderLayer, kept: int) -> Iterator[tuple[str, float, float, str]]:
         model = self._model
@@ -100,7 +110,8 @@ class StageLimits:
             positions = range(span.start, span.end)
             pairs += sum(position + 1 - self._first_seen(layer.window, position) for position in positions)
             read += span.end - self._first_seen(layer.window, span.start)
-        num_bytes = read * layer.kv.kv_heads * layer.kv.head_bytes / LANES
+        heads = 1 if layer.kv.is_latent else layer.kv.kv_heads
+        num_bytes = read * heads * layer.kv.head_bytes / LANES
         return num_bytes, 4.0 * pairs * self._model.num_heads * layer.kv.head_dim
 
     def _first_seen(self, window: int, position: int) -> int:

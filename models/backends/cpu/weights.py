@@ -79,7 +79,7 @@ class DummyTensors:
 
     def rows(self, name: str, shape: tuple[int, ...]) -> Rows:
         ones = name.endswith(ONES)
-        if len(shape) == 2 and not ones:
+        if len(shape) >= 2 and not ones:
             generator = np.random.Generator(np.random.SFC64(zlib.crc32(name.encode())))
             drawn = generator.standard_normal(shape, dtype=np.float32)
             drawn *= np.float32(0.02)
@@ -111,12 +111,12 @@ class Packer:
     def vector(self, name: str, shape: int | tuple[int, ...], offset: float = 0.0, factor: float = 1.0) -> int:
         """Returns the address of a vector, or of vectors one after another, in float32, with ``offset`` added to each
         entry, which is then multiplied by ``factor``."""
-        floats = self._floats(name, shape if isinstance(shape, tuple) else (shape,))
+        floats = self.floats(name, shape if isinstance(shape, tuple) else (shape,))
         return self.keep((floats + np.float32(offset)) * np.float32(factor))
 
     def number(self, name: str) -> float:
         """Returns the only entry of a tensor."""
-        return float(self._floats(name, (1,))[0, 0])
+        return float(self.floats(name, (1,))[0, 0])
 
     def keep(self, array: NDArray[np.generic]) -> int:
         self.kept.append(np.ascontiguousarray(array))
@@ -152,13 +152,11 @@ class Packer:
         """Packs several linears on the same inputs, as one matrix if they are alike: their rows stacked, or alternating
         panel by panel if ``gated``. ``format`` replaces the default one."""
         quantized = [self.tensors.quantized(name) for name in names]
-        biases = [
-            self._floats(f"{name}.bias", (n,))[0] if biased else None for name, n in zip(names, rows, strict=True)
-        ]
+        biases = [self.floats(f"{name}.bias", (n,))[0] if biased else None for name, n in zip(names, rows, strict=True)]
         kind = self.format if format is None else format
         if all(part is None for part in quantized):
             sources = [self.tensors.rows(f"{name}.weight", (n, columns)) for name, n in zip(names, rows, strict=True)]
-            return _joined([self._float_matrix(sources, columns, biases, gated, kind)])
+            return _joined([self.float_matrix(sources, columns, biases, gated, kind)])
         codes = [part for part in quantized if part is not None]
         if len(codes) == len(names) and all(map(codes[0].is_alike, codes)):
             return _joined([self._codes_matrix(codes, biases, gated)])
@@ -166,14 +164,15 @@ class Packer:
         for name, part, n, bias in zip(names, quantized, rows, biases, strict=True):
             if part is None:
                 source = self.tensors.rows(f"{name}.weight", (n, columns))
-                parts.append(self._float_matrix([source], columns, [bias], False, kind))
+                parts.append(self.float_matrix([source], columns, [bias], False, kind))
             else:
                 parts.append(self._codes_matrix([part], [bias], False))
         return _joined(parts)
 
-    def _float_matrix(
+    def float_matrix(
         self, parts: list[Rows], columns: int, biases: Sequence[Floats | None], gated: bool, kind: StorageFormat
     ) -> Matrix:
+        """Packs the rows of parts as one matrix, stacked or in turns."""
         order = _order([len(part.array) for part in parts], gated)
         matrix = self.matrix(kind, len(order), columns, group_made(kind), _rearranged(biases, order))
         if len({(part.source, part.array.strides[1]) for part in parts}) > 1:  # a checkpoint in several dtypes
@@ -216,7 +215,8 @@ class Packer:
             bias=None if padded is None else self.keep(padded), order=None,
         )  # fmt: skip
 
-    def _floats(self, name: str, shape: tuple[int, ...]) -> Floats:
+    def floats(self, name: str, shape: tuple[int, ...]) -> Floats:
+        """Returns a tensor in float32."""
         rows = self.tensors.rows(name, shape)
         return np.array(widened(rows.array, rows.source))
 

@@ -21,6 +21,7 @@ from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import Finish, context_of, shared_facts
 from penstock.models.backends.cuda.adapters import CudaAdapters
+from penstock.models.backends.cuda.attention_libraries import make_attention, unsupported_attention
 from penstock.models.backends.cuda.features import DeviceFeatures
 from penstock.models.backends.cuda.graphs import StepGraphs, graph_sizes
 from penstock.models.backends.cuda.kv_scales import read_kv_scales
@@ -40,8 +41,8 @@ from penstock.models.backends.torch_common.host_pages import HostPages, take_hos
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.outputs import HiddenReads
 from penstock.models.batch.batch import Batch, BatchResult
-from penstock.models.checkpoint.adapter import LoraAdapter
 from penstock.models.checkpoint.info import CheckpointInfo
+from penstock.models.checkpoint.lora.adapter import LoraAdapter
 from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class StepMemory:
 class CudaBackend:
     """A ``Backend`` that keeps its rows on the device. Copies of blocks are queued, in order with the steps."""
 
-    runs_ahead, needs_tokens = True, False
+    runs_ahead, needs_tokens, states = True, False, None
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class CudaBackend:
         self.facts = facts
         self._spec = spec
         self._model = model
-        self.embedding = model.embedding
+        self.embedding, self.head, self.num_logits = model.embedding, model.head, model.num_logits
         self._memory = memory
         self._adapters = adapters
         if adapters is not None:
@@ -119,9 +120,11 @@ class CudaBackend:
     def _warm(self) -> None:
         """Runs steps without sequences in every form that occurs, which compiles all kernels, and captures graphs."""
         with launches.warming():
+            self._model.measure_products(self._memory.shape.max_tokens)
             for size in self._with_adapters(self._warm_sizes()):
                 self._choose(size, self._forward(size))
-            self._graphs.capture(self._with_adapters(graph_sizes(self._memory.shape, self._device)))
+            if self._model.can_be_captured:
+                self._graphs.capture(self._with_adapters(graph_sizes(self._memory.shape, self._device)))
 
     def _with_adapters(self, sizes: Iterable[Size]) -> Iterator[Size]:
         """Yields sizes, and the same for steps with adapters if there are slots for any."""
@@ -236,6 +239,8 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
     dtype = _dtype_name(config, info)
     if dtype not in DTYPES:
         return f"--dtype is {config.dtype}, here {dtype}, and this backend has {', '.join(DTYPES)}: give one of them"
+    if spec.latent is not None:
+        return "it has latent attention, for which there are no kernels yet: give --backend reference, or leave it out"
     if config.block_size != PAGE_SLOTS:
         return f"--block-size is {config.block_size}, and pages hold {PAGE_SLOTS} tokens: give that"
     for size in {spec.at(layer).head_dim for layer in range(spec.num_layers)}:
@@ -250,7 +255,7 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
         return "--kv-cache-dtype int8: is for the CPU backend: give fp8, or leave it out"
     if config.kv_cache_dtype not in ("auto", dtype, *KV_DTYPES):
         return f"--kv-cache-dtype {config.kv_cache_dtype}: the activations are in {dtype}: give auto, {dtype} or fp8"
-    return None
+    return unsupported_attention(config, spec, dtype)
 
 
 def _unsupported_gpu(config: WorkerConfig, info: CheckpointInfo) -> str | None:
@@ -288,8 +293,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
     if device.index is not None:
         torch.cuda.set_device(device)
     max_model_len = context_of(config, spec)
-    quantization = info.choose_quantization(config.quantization)
-    parallel = join(config)
+    quantization, parallel = info.choose_quantization(config.quantization), join(config)
     wanted = dtype_name if quantization == "none" else quantization
     num_logits = min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size)
     check_weights_fit(config, spec.architecture, weight_bytes(config, info, num_logits, dtype), wanted, parallel)
@@ -337,8 +341,9 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> CudaBackend:
         num_host_blocks=host_pages.num_slots,
         copy_us_per_block=host_pages.measure_copy_us(),
     )
-    kv_scales = read_kv_scales(info, parallel, device) if kv_dtype == torch.float8_e4m3fn else None
-    model = CudaModel(spec, weights, pages.of_layers, shape, parallel, linears, config.feature_layers, kv_scales)
+    scales = read_kv_scales(info, parallel, device) if kv_dtype == torch.float8_e4m3fn else None
+    attend = make_attention(config.attention_backend, shape, device)
+    model = CudaModel(spec, weights, pages.of_layers, shape, parallel, linears, attend, config.feature_layers, scales)
     return CudaBackend(spec, model, memory, host_pages, facts, adapters)
 
 

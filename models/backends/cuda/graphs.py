@@ -17,8 +17,9 @@ SMALL_STEPS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Numbers of sequences; larger ones are multiples of 32."""
 VERIFYING_STEPS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Numbers of tokens in steps whose sequences have any number of drafts and nothing longer."""
-MIXED_STEPS = (64, 128, 256, 512)
-"""Numbers of tokens in steps with longer sequences. In larger steps computing takes longer than launching."""
+MIXED_STEPS = (64, 128, 256, 512, 1024, 2048)
+"""Numbers of tokens in steps with longer sequences. In larger steps computing takes longer than launching, even for a
+model of 0.6B."""
 
 
 def graph_sizes(shape: ModelShape, device: torch.device) -> list[Size]:

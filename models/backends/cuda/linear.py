@@ -2,6 +2,7 @@
 checkpoint, and float weights if a step has few tokens or if a token's bits must not depend on the batch. All others use
 torch."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from penstock.kernels.cuda.core.launch import is_aligned
 from penstock.kernels.cuda.gemv import gemv, has_aligned_rows
 from penstock.kernels.cuda.quantized.gemm import GemmWorkspace, gemm
 from penstock.kernels.cuda.quantized.quantize import CHUNK, GROUP, quantize_fp8, quantize_int4, quantize_int8
+from penstock.kernels.cuda.quantized.scaled_mm import has_scaled_mm, measure_min_tokens, scaled_mm, seconds_on_gpu
 from penstock.kernels.cuda.quantized.tiles import changes
 from penstock.kernels.cuda.quantized.weights import (
     Codes,
@@ -51,6 +53,8 @@ class CudaLinears:
         """The shapes of float weights."""
         self._dtype = torch.float32
         self._room: GemmWorkspace | None = None
+        self._min_scaled_tokens: dict[WeightLayout, float] = {}
+        """The number of tokens from which torch multiplies by weights of a layout; none before ``measure``."""
         self._skinny_room: SkinnyWorkspace | None = None
 
     def make(
@@ -109,6 +113,19 @@ class CudaLinears:
         self._dtype = dtype
         self._room = GemmWorkspace.allocate(layouts, dtype, max_tokens, self._device, deterministic=self._deterministic)
         self._skinny_room = SkinnyWorkspace.allocate(self._skinny, self._device)
+
+    def measure(self, max_tokens: int, seconds_of: Callable[[Callable[[], object]], float] = seconds_on_gpu) -> None:
+        """Chooses between torch and the kernels for products in fp8 with many tokens. Takes some milliseconds for each
+        shape of a weight."""
+        for weight in [] if self._deterministic else self._made:
+            layout = weight.layout
+            if layout not in self._min_scaled_tokens and has_scaled_mm(layout, self._dtype):
+                least = measure_min_tokens(weight, self.room, max_tokens, seconds_of)
+                self._min_scaled_tokens[layout] = least
+
+    def uses_scaled_mm(self, weight: QuantizedWeight, num_tokens: int) -> bool:
+        """Whether torch multiplies that many tokens by a weight."""
+        return num_tokens >= self._min_scaled_tokens.get(weight.layout, math.inf)
 
     def changes(self) -> list[int]:
         """Returns the numbers of tokens from which other kernels compute some product."""
@@ -171,6 +188,8 @@ class CudaLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, K) -> (T, N)."""
+        if self.bias is None and self.owner.uses_scaled_mm(self.weight, len(x)):
+            return scaled_mm(x, self.weight, self.owner.room)
         out = x.new_empty(len(x), self.weight.layout.rows)
         gemm(x, self.weight, out, self.owner.room, self.bias)
         return out

@@ -1,10 +1,10 @@
 """A model's layers on the CUDA kernels, from a step's tokens to their hidden states. The linears compute the products.
 
-Nothing here waits for the device or reads from it, so that a CUDA graph can capture all of it.
+Nothing here waits for the device or reads from it, so that a CUDA graph can capture all of it. A library that computes
+attention may have to.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,9 +13,6 @@ from torch.nn import functional
 
 from penstock.kernels.cuda.activation import gated_activation
 from penstock.kernels.cuda.attention.common import PagedKV, RaggedRows
-from penstock.kernels.cuda.attention.decode import DecodeWorkspace
-from penstock.kernels.cuda.attention.paged import paged_attention
-from penstock.kernels.cuda.attention.plan import DecodeShape, WorkStarts, plan_attention
 from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.moe.fused_moe import ExpertsWeights, ExpertsWorkspace, fused_moe
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
@@ -26,6 +23,7 @@ from penstock.kernels.reference.ops import rotate, soft_cap
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import NormKind, NoRope, QkNorm, Scoring
+from penstock.models.backends.cuda.attention import ModelAttention
 from penstock.models.backends.cuda.linear import CudaLinears, SkinnyLinear
 from penstock.models.backends.tensor_parallel import TensorParallel
 from penstock.models.backends.torch_common.adapters import LoraLinear
@@ -46,19 +44,6 @@ from penstock.models.backends.torch_common.weights import (
     unchanged,
 )
 
-INTERPRETED_MULTIPROCESSORS = 1
-"""The number of multiprocessors that attention is divided over in the interpreter."""
-
-
-@dataclass(frozen=True)
-class WindowAttention:
-    """Shared by the layers of one window, for steps whose decoding rows have at most ``shape.max_queries`` queries."""
-
-    shape: DecodeShape
-    starts: WorkStarts
-    """Allocated for the most sequences of a step."""
-    workspace: DecodeWorkspace
-
 
 class Hidden(NamedTuple):
     """The result of a model's layers."""
@@ -66,7 +51,7 @@ class Hidden(NamedTuple):
     states: Tensor
     """(T, hidden), after the last norm."""
     features: Tensor
-    """(T, feature layers, hidden): the inputs of these layers."""
+    """(T, feature layers, hidden): the inputs of these layers, and the states for the number of layers."""
 
 
 class CudaModel:
@@ -80,6 +65,7 @@ class CudaModel:
         shape: ModelShape,
         parallel: TensorParallel,
         linears: CudaLinears,
+        attention: ModelAttention,
         feature_layers: tuple[int, ...] = (),
         kv_scales: Sequence[Tensor] | None = None,
     ) -> None:
@@ -90,9 +76,9 @@ class CudaModel:
         self._feature_layers = feature_layers
         self._parallel = parallel
         self._linears = linears
-        self._num_logits = shape.num_logits or shape.vocab_size
+        self.num_logits = shape.num_logits or shape.vocab_size
         self._weights = weights
-        self.embedding = weights.embedding
+        self.embedding, self.head = weights.embedding, weights.head
         self.device = weights.embedding.device
         self._dtype = weights.embedding.dtype
         self._embedding_scale = scale_of_embeddings(spec, self._dtype)
@@ -105,9 +91,7 @@ class CudaModel:
             (rope, rotary_dim): cos_sin_tables(rope, rotary_dim, shape.max_pages * shape.slots, self.device)
             for rope, rotary_dim in rotations
         }
-        self._attention: dict[int | None, list[WindowAttention]] = {window: [] for window in spec.windows}
-        for decode in shape.attention():
-            self._attention[decode.attention.window].append(_attention(decode, shape.max_sequences, self.device))
+        self._attention = attention
         self._mixture: tuple[ExpertsShape, ExpertsWorkspace] | None = None
         if shape.experts is not None:
             experts = ExpertsShape.of(shape)
@@ -125,7 +109,7 @@ class CudaModel:
     def forward(self, step: StepTensors, rows: RaggedRows, longest: int) -> Hidden:
         """Runs the layers, which write the KV of every token with a slot. No sequence has over ``longest`` tokens."""
         spec, weights = self._spec, self._weights
-        attention = self._plan(rows, longest)
+        attend = self._attention.plan(rows, longest)
         x = functional.embedding(step.token_ids, weights.embedding)
         if spec.embedding_scale != 1.0:
             x = x * self._embedding_scale
@@ -148,7 +132,7 @@ class CudaModel:
             head_dim = self._specs[index].head_dim
             query, mixed = queries[head_dim], outputs[head_dim]
             self._write_kv(index, layer, y, step.positions, step.slots, query)
-            self._attend(index, query, rows, attention[spec.windows[index]], mixed, longest)
+            attend(spec.windows[index], query, self._kv[index], mixed)
             delta = layer.output(mixed.flatten(1))
             if spec.is_parallel:
                 y = y if layer.before_mlp is unchanged else layer.before_mlp(x)
@@ -163,7 +147,20 @@ class CudaModel:
             if layer.inputs is not None or layer.scalar is not None:
                 self._end_layer(layer, x, delta, None if inputs is None else inputs[:, index])
                 delta, after = None, None
-        return Hidden(self._normed(x, delta, after, weights.norm), features)
+        states = self._normed(x, delta, after, weights.norm)
+        if spec.num_layers in self._feature_layers:
+            features[:, self._feature_layers.index(spec.num_layers)] = states
+        return Hidden(states, features)
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a CUDA graph can capture ``forward``."""
+        return self._attention.can_be_captured
+
+    def measure_products(self, max_tokens: int) -> None:
+        """Chooses the fastest products where the GPU decides which they are. Waits for the device."""
+        if self.device.type == "cuda":
+            self._linears.measure(max_tokens)
 
     def changes(self) -> list[int]:
         """Returns the numbers of tokens of a step from which different kernels run."""
@@ -172,21 +169,11 @@ class CudaModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, hidden) -> (N, tokenizer's vocabulary): in the model's dtype, or in fp32 if they are capped."""
-        logits = self._parallel.gather_columns(self._weights.head(hidden), self._num_logits)
+        logits = self._parallel.gather_columns(self._weights.head(hidden), self.num_logits)
         if self._spec.logit_scale != 1.0:
             logits = logits * self._spec.logit_scale
         cap = self._spec.logit_soft_cap
         return logits if cap is None else soft_cap(upcast(logits), cap)
-
-    def _plan(self, rows: RaggedRows, longest: int) -> Mapping[int | None, WindowAttention]:
-        """Divides the step's attention for each window."""
-        planned = {}
-        for window, forms in self._attention.items():
-            attention = next((form for form in forms if longest <= form.shape.max_queries), forms[-1])
-            starts = attention.starts.first(rows.num_sequences)
-            plan_attention(attention.shape, rows, starts, attention.workspace.num_multiprocessors)
-            planned[window] = replace(attention, starts=starts)
-        return planned
 
     def _normed(self, x: Tensor, delta: Tensor | None, after: Layer | None, before: Layer) -> Tensor:
         """Computes x += after(delta) in place; returns before(x). Either may be absent."""
@@ -263,21 +250,6 @@ class CudaModel:
         if spec.query_scaling is not None and spec.scales_queries(index):
             query *= query_scales(spec.query_scaling, positions)[:, None, None].to(query.dtype)
 
-    def _attend(
-        self, index: int, query: Tensor, rows: RaggedRows, attention: WindowAttention, mixed: Tensor, longest: int
-    ) -> None:
-        """Computes the attention of one layer, (T, H, D) to the same."""
-        paged_attention(
-            attention.shape,
-            query,
-            self._kv[index],
-            rows,
-            attention.starts,
-            attention.workspace,
-            mixed,
-            any_longer=longest > attention.shape.max_queries,
-        )
-
     def _mlp(self, mlp: Layer, x: Tensor, query_starts: Tensor) -> Tensor:
         """(T, hidden) -> (T, hidden)."""
         if isinstance(mlp, ExpertMlp):
@@ -343,17 +315,6 @@ def _fold_expert_scales(weights: Weights) -> None:
         if isinstance(layer.mlp, MlpBesideExperts) and layer.mlp.experts.scales is not None:
             # In place: the KV cache is allocated by now, and a copy in fp32 may not fit beside it.
             layer.mlp.experts.down.mul_(layer.mlp.experts.scales[:, None, None])
-
-
-def _attention(shape: DecodeShape, max_sequences: int, device: torch.device) -> WindowAttention:
-    multiprocessors = INTERPRETED_MULTIPROCESSORS
-    if device.type == "cuda":
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return WindowAttention(
-        shape,
-        WorkStarts.allocate(max_sequences, device),
-        DecodeWorkspace.allocate(shape, multiprocessors, device),
-    )
 
 
 def logits_dtype(spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:

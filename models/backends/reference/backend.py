@@ -12,8 +12,9 @@ from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import context_of, shared_facts
 from penstock.models.backends.distributed import join
-from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
+from penstock.models.backends.memory import allocated, cache_sizes, check_weights_fit
 from penstock.models.backends.reference.attention_groups import AttentionGroup, attention_groups, grouped_attention
+from penstock.models.backends.reference.latent_attention import attend_to_latents
 from penstock.models.backends.tensor_parallel import TensorParallel
 from penstock.models.backends.torch_common.adapters import TorchAdapters, add_slots
 from penstock.models.backends.torch_common.device import choose_dtype
@@ -21,6 +22,7 @@ from penstock.models.backends.torch_common.host_pages import HostPages, take_hos
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.paged_backend import PagedBackend
+from penstock.models.backends.torch_common.recurrent import StateSlots
 from penstock.models.backends.torch_common.rope_tables import cos_sin_tables, query_scales
 from penstock.models.backends.torch_common.weights import (
     LayerWeights,
@@ -30,8 +32,8 @@ from penstock.models.backends.torch_common.weights import (
     unchanged,
 )
 from penstock.models.batch.batch import Batch
-from penstock.models.checkpoint.adapter import LoraAdapter
 from penstock.models.checkpoint.info import CheckpointInfo
+from penstock.models.checkpoint.lora.adapter import LoraAdapter
 from penstock.models.errors import ModelError
 from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
 
@@ -47,6 +49,8 @@ the service's loop, with which it shares the cores."""
 class ReferenceBackend(PagedBackend):
     """A ``Backend`` of plain torch operations."""
 
+    states: StateSlots | None
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -57,19 +61,21 @@ class ReferenceBackend(PagedBackend):
         num_threads: int,
         num_logits: int,
         parallel: TensorParallel,
+        states: StateSlots | None = None,
         adapters: TorchAdapters | None = None,
     ) -> None:
         """``spec``, ``weights`` and ``pages`` are the rank's. ``weights`` add ``adapters``, if there are any."""
         super().__init__(pages, host_pages, spec.vocab_size)
         self.facts = facts
         self._num_threads = num_threads
-        self._num_logits = num_logits
+        self.num_logits = num_logits
         self._parallel = parallel
+        self.states = states
         self._adapters = adapters
         self._small_step = SMALL_STEP // spec.num_parameters if spec.num_parameters < SMALL_MODEL else 0
         self._spec = spec
         self._weights = weights
-        self.embedding = weights.embedding
+        self.embedding, self.head = weights.embedding, weights.head
         self._specs = [spec.at(layer) for layer in range(spec.num_layers)]
         """The spec with each layer's sizes."""
         self._rotations = spec.rotations
@@ -109,12 +115,20 @@ class ReferenceBackend(PagedBackend):
         if spec.position_table is not None and weights.positions is not None:
             x = x + functional.embedding(positions + spec.position_table.offset, weights.positions)
         inputs = None if weights.layer_inputs is None else weights.layer_inputs(token_ids, x)
+        if self.states is not None:
+            self.states.forget_step()
         for index, (layer, window) in enumerate(zip(weights.layers, spec.windows, strict=True)):
             if index in batch.feature_layers:
                 features.append(x)
-            before, turned = layer.before_attention(x), turns[self._rotations[index]]
+            before = layer.before_attention(x)
             sizes = self._specs[index]
-            mixed = attend(sizes, self._pages, index, layer, before, turned, slots, groups[window], query_scale)
+            if not spec.has_mixer(index):
+                mixed = torch.zeros_like(x)
+            elif layer.recurrent is not None and self.states is not None:
+                mixed = self.states.mix(index, layer.recurrent, before, batch)
+            else:
+                turned = turns[self._rotations[index]]
+                mixed = attend(sizes, self._pages, index, layer, before, turned, slots, groups[window], query_scale)
             if spec.is_parallel:
                 both = mixed + layer.mlp(before if layer.before_mlp is unchanged else layer.before_mlp(x))
                 self._parallel.all_reduce(both)
@@ -130,10 +144,13 @@ class ReferenceBackend(PagedBackend):
                 x = layer.inputs(x, inputs[:, index])
             if layer.scalar is not None:
                 x = x * layer.scalar
-        return weights.norm(x)
+        x = weights.norm(x)
+        if spec.num_layers in batch.feature_layers:
+            features.append(x)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = upcast(self._parallel.gather_columns(self._weights.head(hidden), self._num_logits))
+        logits = upcast(self._parallel.gather_columns(self._weights.head(hidden), self.num_logits))
         logits = logits * self._spec.logit_scale
         return logits if self._spec.logit_soft_cap is None else soft_cap(logits, self._spec.logit_soft_cap)
 
@@ -152,9 +169,13 @@ def attend(
     """Computes one layer's attention and output projection, (T, hidden) -> (T, hidden): this rank's part of the sum.
     Writes the KV of every token if the layer has its own. ``spec`` has the layer's sizes. ``query_scale`` (T,) is a
     factor of each token's queries, where the layer has one."""
+    if layer.latent is not None:
+        return attend_to_latents(spec, pages, index, layer, layer.latent, x, rotation, slots, groups)
     has_kv = spec.has_kv(index)
     rotated = spec.query_size + (spec.kv_size if has_kv else 0)
     qkv = layer.qkv(x)
+    if spec.gated_attention:
+        qkv, gate = qkv[:, : -spec.query_size], qkv[:, -spec.query_size :]
     heads = qkv[:, :rotated] if spec.qk_norm_is_last else layer.qk_norm(qkv[:, :rotated])
     heads = rotate(heads.view(len(x), -1, spec.head_dim), *rotation)
     if spec.qk_norm_is_last:
@@ -168,7 +189,8 @@ def attend(
         pages.write(index, slots, key, layer.value_norm(value))
     source, scale, cap = spec.kv_sources[index], spec.attention_scale, spec.attention_soft_cap
     mixed = grouped_attention(pages, source, query, groups, scale=scale, cap=cap, sinks=layer.sinks)
-    return layer.output(mixed.flatten(1))
+    mixed = mixed.flatten(1)
+    return layer.output(mixed * torch.sigmoid(gate) if spec.gated_attention else mixed)
 
 
 def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
@@ -189,12 +211,15 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
     weights, adapters = add_slots(TorchAdapters, config, spec, weights, dtype, device)
     block_bytes = spec.kv_bytes_per_token(dtype.itemsize) * config.block_size
     # One more page pads the tables of shorter rows.
-    num_blocks = num_kv_blocks(config, block_bytes, max_model_len, num_spare=1, parallel=parallel)
+    state_bytes = spec.state_floats * max(dtype.itemsize, 4)
+    num_blocks, num_slots = cache_sizes(config, block_bytes, state_bytes, max_model_len, 1, parallel)
     with allocated(num_blocks, device):
         pages = KVPages(spec, num_blocks, config.block_size, dtype, device)
+        states = StateSlots(spec, num_slots, dtype, device) if spec.has_state else None
     host_pages = take_host_pages(config, pages.by_block, block_bytes, pages.num_bytes)
     facts = WorkerFacts(
-        **shared_facts(config, info, num_blocks, default_budget=MAX_BATCHED_TOKENS),
+        **shared_facts(config, info, num_blocks, MAX_BATCHED_TOKENS, num_slots),
+        state_bytes=state_bytes,
         backend="reference",
         dtype=dtype_name,
         kv_cache_dtype=dtype_name,
@@ -205,7 +230,9 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> ReferenceBackend:
         copy_us_per_block=host_pages.measure_copy_us(),
         num_threads=config.num_threads if device.type == "cpu" else 0,
     )
-    return ReferenceBackend(spec, weights, pages, host_pages, facts, config.num_threads, num_logits, parallel, adapters)
+    return ReferenceBackend(
+        spec, weights, pages, host_pages, facts, config.num_threads, num_logits, parallel, states, adapters
+    )
 
 
 def _check_flags(config: WorkerConfig, info: CheckpointInfo, dtype: str) -> None:

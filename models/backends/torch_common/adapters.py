@@ -15,7 +15,7 @@ from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.memory import check_adapters_fit
 from penstock.models.backends.torch_common.weights import LayerWeights, Linear, Mlp, MlpBesideExperts, Weights
 from penstock.models.batch.batch import Batch
-from penstock.models.checkpoint.adapter import AdaptedLinear, LoraAdapter, adapted_linears
+from penstock.models.checkpoint.lora.adapter import MODULES, AdaptedLinear, LoraAdapter, adapted_linears
 from penstock.scheduler.worker_config import WorkerConfig
 
 AdaptersT = TypeVar("AdaptersT", bound="TorchAdapters")
@@ -34,9 +34,11 @@ class SlotMatrices:
     """(slots, rows, R): each part's rows."""
     ends: tuple[int, ...]
     """For each part, the row of ``b`` after its last one."""
+    start: int = 0
+    """The column of the linears' output at which that of the first part begins."""
 
     def part(self, index: int) -> tuple[Tensor, Tensor, slice]:
-        """Returns A and B of one part, in all slots, and its columns of the output."""
+        """Returns A and B of one part, in all slots, and its columns of the output, from ``start`` on."""
         rank = self.b.shape[2]
         columns = slice(self.ends[index - 1] if index else 0, self.ends[index])
         return self.a[:, index * rank : (index + 1) * rank], self.b[:, columns], columns
@@ -51,20 +53,22 @@ class TorchAdapters:
         self.device = device
         self._sizes = max_loras, max_rank
         self._dtype = dtype
-        self._shapes = adapted_linears(spec)
+        self.shapes = adapted_linears(spec)
+        """The linears that adapters may change, with their rows and columns."""
         self._places: dict[AdaptedLinear, tuple[SlotMatrices, int]] = {}
         """The matrices that each linear has a part of, and the number of the part."""
         self._ranks = [0] * (max_loras + 1)
         self._groups: list[tuple[int, Tensor]] = []
 
-    def allocate(self, linears: list[AdaptedLinear]) -> SlotMatrices:
-        """Allocates the slots of linears that one product computes side by side."""
-        (num_slots, rank), columns = self._sizes, self._shapes[linears[0]][1]
-        ends = tuple(accumulate(self._shapes[linear][0] for linear in linears))
+    def allocate(self, linears: list[AdaptedLinear], start: int = 0) -> SlotMatrices:
+        """Allocates the slots of linears that one product computes side by side, from its column ``start`` on."""
+        (num_slots, rank), columns = self._sizes, self.shapes[linears[0]][1]
+        ends = tuple(accumulate(self.shapes[linear][0] for linear in linears))
         matrices = SlotMatrices(
             torch.zeros(num_slots, len(linears) * rank, columns, dtype=self._dtype, device=self.device),
             torch.zeros(num_slots, ends[-1], rank, dtype=self._dtype, device=self.device),
             ends,
+            start,
         )
         self._places |= {linear: (matrices, index) for index, linear in enumerate(linears)}
         return matrices
@@ -97,6 +101,7 @@ class TorchAdapters:
 
     def add(self, matrices: SlotMatrices, x: Tensor, y: Tensor) -> None:
         """y[t] += B A x[t] for the tokens with an adapter; ``x`` is (T, columns), ``y`` (T, rows)."""
+        y = y[:, matrices.start :]
         for slot, tokens in self._groups:
             chosen, rank = x[tokens], self._ranks[slot]
             for index in range(len(matrices.ends)):
@@ -142,16 +147,19 @@ def add_slots(
 
 
 def _adapted(layer: LayerWeights, index: int, spec: ModelSpec, adapters: TorchAdapters) -> LayerWeights:
-    def linear(base: Linear, modules: Iterable[str]) -> Linear:
-        matrices = adapters.allocate([AdaptedLinear(index, module) for module in modules])
-        return LoraLinear(base, adapters, matrices)
+    def linear(base: Linear, modules: Iterable[str], start: int = 0) -> Linear:
+        found = [linear for module in modules if (linear := AdaptedLinear(index, module)) in adapters.shapes]
+        return LoraLinear(base, adapters, adapters.allocate(found, start)) if found else base
 
     mlp = layer.mlp
     if isinstance(mlp, Mlp):
         mlp = _adapted_mlp(mlp, spec, linear)
     elif isinstance(mlp, MlpBesideExperts):
         mlp = replace(mlp, mlp=_adapted_mlp(mlp.mlp, spec, linear))
-    qkv, output = linear(layer.qkv, spec.qkv_rows(index)), linear(layer.output, ["o_proj"])
+    # The gate's rows, if there are any, are the last ones; its name is that of a linear of the MLP.
+    rows = {module: number for module, number in spec.qkv_rows(index).items() if module in MODULES[:3]}
+    start = 0 if AdaptedLinear(index, "q_proj") in adapters.shapes else rows.get("q_proj", 0)
+    qkv, output = linear(layer.qkv, rows, start), linear(layer.output, ["o_proj"])
     return replace(layer, qkv=qkv, output=output, mlp=mlp)
 
 

@@ -1,4 +1,4 @@
-"""The KV cache's tensors: pages of keys and values for every layer, addressed by block id."""
+"""The KV cache's tensors: pages of keys and values, or of latents, for every layer, addressed by block id."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ from penstock.models.architecture.spec import ModelSpec
 
 
 class KVPages:
-    """Pages of ``block_size`` slots for each layer that has keys and values of its own. One extra page stays zero:
-    tables are padded with it.
+    """Pages of ``block_size`` slots for each layer that has keys and values of its own. Latents are keys and values in
+    one: their pages are those of keys. One extra page stays zero: tables are padded with it.
 
     Memory is allocated when a block is first used: until ``reset_blocks``, a page's content is undefined.
     """
@@ -27,10 +27,13 @@ class KVPages:
         """Keys and values, each of all layers of the same sizes: (layers, kv heads, num_blocks + 1, block_size, D)."""
         for (num_kv_heads, head_dim), layers in spec.layers_by_kv_sizes().items():
             shape = (len(layers), num_kv_heads, num_blocks + 1, block_size, head_dim)
-            for pages in (self.keys, self.values):
+            for pages in (self.keys,) if spec.latent is not None else (self.keys, self.values):
                 whole = torch.empty(shape, dtype=dtype, device=device)
                 self._whole.append(whole)
                 pages.update(zip(layers, whole, strict=True))
+        self._has_values = spec.latent is None
+        if not self._has_values:
+            self.values = self.keys
         # Gathers reuse one buffer: fresh memory costs more to map than to fill.
         self._gathered_keys = torch.empty(0, dtype=dtype, device=device)
         self._gathered_values = torch.empty(0, dtype=dtype, device=device)
@@ -53,9 +56,10 @@ class KVPages:
             pages.index_fill_(2, ids, 0)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Stores keys and values, each (T, kv heads, head size), in ``slots`` (T,)."""
+        """Stores keys and values, each (T, kv heads, head size), in ``slots`` (T,); of latents only the keys."""
         write_kv(self.keys[layer], slots, keys)
-        write_kv(self.values[layer], slots, values)
+        if self._has_values:
+            write_kv(self.values[layer], slots, values)
 
     def gather(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of rows, each (kv heads, B, N * block_size, head size), from a ``table`` (B, N) of block ids,
@@ -63,8 +67,8 @@ class KVPages:
         size = table.numel() * self.keys[layer][:, 0].numel()
         if self._gathered_keys.numel() < size:
             self._gathered_keys = self._gathered_keys.new_empty(size)
-            self._gathered_values = self._gathered_values.new_empty(size)
-        return (
-            gather_kv(self.keys[layer], table, self._gathered_keys[:size]),
-            gather_kv(self.values[layer], table, self._gathered_values[:size]),
-        )
+            self._gathered_values = self._gathered_values.new_empty(size if self._has_values else 0)
+        keys = gather_kv(self.keys[layer], table, self._gathered_keys[:size])
+        if not self._has_values:
+            return keys, keys
+        return keys, gather_kv(self.values[layer], table, self._gathered_values[:size])

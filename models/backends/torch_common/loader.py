@@ -1,8 +1,7 @@
 """Fills ``Weights`` from safetensors files, or with random numbers, and fuses and casts tensors one at a time."""
 
 import math
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -18,10 +17,13 @@ from penstock.kernels.reference.ops import (
     gated_activation,
 )
 from penstock.kernels.reference.upcast import upcast
-from penstock.models.architecture.spec import BESIDE_NORMS, ONES, ModelSpec
+from penstock.models.architecture.spec import BESIDE_NORMS, ModelSpec
 from penstock.models.architecture.spec_parts import Activation, Experts, NormKind, QkNorm, Scoring
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel, share
 from penstock.models.backends.torch_common.fp4_experts import Fp4Experts
+from penstock.models.backends.torch_common.latent import load_latent
+from penstock.models.backends.torch_common.recurrent import load_recurrent
+from penstock.models.backends.torch_common.sources import WHOLE, DummySource, FileSource, Part
 from penstock.models.backends.torch_common.weights import (
     DenseLinear,
     ExpertMlp,
@@ -35,62 +37,18 @@ from penstock.models.backends.torch_common.weights import (
     Mlp,
     MlpBesideExperts,
     RmsNorm,
+    SharedWeights,
     SharedWholeNorm,
     Weights,
     WholeNorm,
+    absent,
     num_bytes,
     round_to,
     unchanged,
 )
-from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.info import CheckpointInfo
-from penstock.models.checkpoint.quantization.reader import read_matrix
 
 ACTIVATION_NAMES = {kind: kind.name.lower() for kind in Activation}
-
-Part = tuple[slice, ...]
-"""A part of a tensor: a slice for each of its first dimensions; empty for the whole."""
-WHOLE: Part = ()
-
-
-class FileSource:
-    """The tensors of a checked checkpoint."""
-
-    def __init__(self, info: CheckpointInfo) -> None:
-        self._entries = info.tensors
-        self._quantized = info.quantized
-        self._files = TensorFiles(entry.file for entry in info.tensors.values())
-
-    def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
-        """Copies a part of a tensor into ``out``, which has its shape, casting or dequantising it as needed."""
-        linear = self._quantized.get(name.removesuffix(".weight"))
-        if linear is not None:
-            out.copy_(torch.from_numpy(read_matrix(linear).dequantized()[part]))
-            return
-        entry = self._entries[name]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is only read
-            values = torch.from_numpy(self._files.array(entry)[part])
-        out.copy_(values.view(torch.bfloat16) if entry.dtype == "BF16" else values)
-
-
-class DummySource:
-    """Random weights for benchmarks: matrices are normal with a small deviation, norms are one, and everything else is
-    zero. They are the same every time, however many ranks share them."""
-
-    def __init__(self, info: CheckpointInfo, device: torch.device) -> None:
-        self._shapes: Mapping[str, tuple[int, ...]] = dict(info.spec.tensors())
-        self._generator = torch.Generator(device).manual_seed(0)
-
-    def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
-        ones = name.endswith(ONES)
-        if out.ndim == 2 and not ones:
-            whole = out if out.shape == self._shapes[name] else out.new_empty(self._shapes[name])
-            whole.normal_(std=0.02, generator=self._generator)
-            if whole is not out:
-                out.copy_(whole[part])
-        else:
-            out.fill_(1.0 if ones else 0.0)
 
 
 @dataclass(frozen=True)
@@ -198,16 +156,17 @@ def load_weights(
     num_logits: int,
     parallel: TensorParallel = ALONE,
     make_linear: "MakeLinear | None" = None,
-    embedding: Tensor | None = None,
+    shared: SharedWeights | None = None,
     keeps_fp4: bool = False,
 ) -> Weights:
     """Loads a checked checkpoint, or a rank's part of it according to ``info.spec.divided``. ``num_logits`` is the
-    number of the head's first rows that are used; a rank has its ``share`` of them. ``embedding`` is another model's,
-    and replaces the checkpoint's. ``keeps_fp4``: the experts stay in MXFP4; see ``has_fp4_experts``."""
+    number of the head's first rows that are used; a rank has its ``share`` of them. ``shared`` weights are another
+    model's, and replace the checkpoint's. ``keeps_fp4``: the experts stay in MXFP4; see ``has_fp4_experts``."""
     spec = info.spec.divided(parallel.size)
     source: FileSource | DummySource = DummySource(info, device) if load_format == "dummy" else FileSource(info)
     fp4_experts = Fp4Experts(info, spec, device, parallel) if keeps_fp4 else None
     fill = _Filler(source, spec, dtype, device, parallel, make_linear or _dense, fp4_experts)
+    embedding = None if shared is None else shared.embedding
     if embedding is None:
         embedding = fill.tensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
     table = spec.position_table
@@ -215,15 +174,21 @@ def load_weights(
     layer_inputs = _load_layer_inputs(fill)
     layers = tuple(_load_layer(replace(fill, spec=spec.at(layer)), layer) for layer in range(spec.num_layers))
     norm = fill.norm("model.norm")
-    rows = share(num_logits, parallel)
-    untied = None
-    if not spec.tied_embeddings:
-        untied = fill.tensor("lm_head.weight", (rows.stop - rows.start, spec.hidden_size), (rows,))
-    head_weight = embedding[rows] if untied is None else untied
-    bias = fill.tensor("lm_head.bias", (rows.stop - rows.start,), (rows,)) if spec.head_bias else None
-    head = fill.make_linear((), lambda: head_weight, bias, may_quantize=False)
+    head, untied = (None, None) if shared is None else (shared.head, None)
+    if head is None:
+        head, untied = _load_head(fill, embedding, share(num_logits, parallel))
     total = num_bytes((embedding, positions, layer_inputs, layers, norm, untied))
     return Weights(embedding, positions, layer_inputs, layers, norm, head, total)
+
+
+def _load_head(fill: _Filler, embedding: Tensor, rows: slice) -> tuple[Linear, Tensor | None]:
+    """Returns the output head of these rows, and its matrix if it is not the embedding's."""
+    spec, untied = fill.spec, None
+    if not spec.tied_embeddings:
+        untied = fill.tensor("lm_head.weight", (rows.stop - rows.start, spec.hidden_size), (rows,))
+    weight = embedding[rows] if untied is None else untied
+    bias = fill.tensor("lm_head.bias", (rows.stop - rows.start,), (rows,)) if spec.head_bias else None
+    return fill.make_linear((), lambda: weight, bias, may_quantize=False), untied
 
 
 def _load_layer_inputs(fill: _Filler) -> LayerInputTable | None:
@@ -246,23 +211,28 @@ def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
     hidden = spec.hidden_size
     prefix = f"model.layers.{layer}."
     attention = f"{prefix}self_attn."
-    qkv = spec.qkv_rows(layer)
+    mixer, qkv = spec.recurrent[layer], spec.qkv_rows(layer)
+    attends = mixer is None and spec.has_mixer(layer)
     qkv_names = tuple(f"{attention}{name}" for name in qkv)
     before_attention, after_attention, before_mlp, after_mlp = (
-        unchanged if name is None else fill.norm(prefix + name) for name in spec.layer_norms
+        unchanged if name is None else fill.norm(prefix + name) for name in spec.norms_of(layer)
     )
     return LayerWeights(
         before_attention=before_attention,
-        qkv=fill.by_outputs(qkv_names, tuple(qkv.values()), spec.qkv_columns, spec.qkv_bias),
-        qk_norm=_load_qk_norm(fill, attention, spec.has_kv(layer)) if spec.norms_qk(layer) else unchanged,
+        recurrent=None if mixer is None else load_recurrent(fill, mixer, prefix),
+        qkv=fill.by_outputs(qkv_names, tuple(qkv.values()), spec.qkv_columns, spec.qkv_bias) if attends else unchanged,
+        qk_norm=_load_qk_norm(fill, attention, spec.has_kv(layer)) if attends and spec.norms_qk(layer) else unchanged,
         value_norm=RmsNorm(fill.empty_norm((spec.head_dim,)).fill_(1.0), spec.norm_eps)
         if spec.value_norm
         else unchanged,
         sinks=fill.tensor(f"{attention}sinks", (spec.num_heads,), (fill.mine(spec.num_heads),)) if spec.sinks else None,
-        output=fill.by_inputs(f"{attention}o_proj", hidden, spec.query_size, spec.output_bias),
+        latent=load_latent(spec.latent, spec.num_heads, attention, fill) if spec.latent is not None else None,
+        output=fill.by_inputs(f"{attention}o_proj", hidden, spec.output_columns, spec.output_bias)
+        if attends
+        else unchanged,
         after_attention=after_attention,
         before_mlp=unchanged if spec.experts is not None and spec.experts.beside_mlp else before_mlp,
-        mlp=_load_feed_forward(fill, prefix, layer, before_mlp),
+        mlp=_load_feed_forward(fill, prefix, layer, before_mlp) if spec.has_mlp(layer) else absent,
         after_mlp=after_mlp,
         inputs=_load_layer_input(fill, prefix),
         scalar=fill.tensor(f"{prefix}layer_scalar", (1,)) if spec.layer_scalars else None,
@@ -375,11 +345,12 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
 
 def _choice(fill: _Filler, bias: str, experts: Experts) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Returns the choice of a layer's experts. ``bias`` is the name of its bias."""
-    if experts.scoring is Scoring.SOFTMAX:
-        return partial(choose_experts, num_chosen=experts.per_token, normalise=experts.normalise)
+    choose: Callable[..., tuple[Tensor, Tensor]] = choose_experts
+    if experts.scoring is Scoring.SIGMOID:
+        by = fill.norm_part(bias, (experts.num_experts,)) if experts.selection_bias else None
+        choose = partial(choose_experts_by_sigmoid, bias=by)
     return partial(
-        choose_experts_by_sigmoid,
-        bias=fill.norm_part(bias, (experts.num_experts,)) if experts.selection_bias else None,
+        choose,
         num_chosen=experts.per_token,
         num_groups=experts.num_groups,
         groups_chosen=experts.groups_per_token,

@@ -24,7 +24,7 @@ class PagedBackend(SynchronousBackend):
     @abstractmethod
     def forward(self, batch: Batch, features: list[Tensor]) -> Tensor:
         """Runs the layers, which write the KV of every token. Returns (T, hidden) after the last norm. Appends the
-        inputs (T, hidden) of the batch's feature layers to ``features``."""
+        inputs (T, hidden) of the batch's feature layers to ``features``; for the number of layers, what it returns."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:

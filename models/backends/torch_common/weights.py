@@ -3,7 +3,7 @@ part of a layer as a callable."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,14 @@ Layer = Callable[[Tensor], Tensor]
 """(T, in) -> (T, out)."""
 Linear = Layer
 """A linear map. Quantised kinds replace ``DenseLinear`` transparently to the model."""
+
+
+@dataclass(frozen=True)
+class SharedWeights:
+    """Weights of another model that a head uses instead of its own; None where it has its own."""
+
+    embedding: Tensor | None = None
+    head: Linear | None = None
 
 
 @dataclass(frozen=True)
@@ -247,26 +255,76 @@ class LayerInputTable:
         return (projected + embedded.view_as(projected)) * 2**-0.5
 
 
+@dataclass(frozen=True)
+class LatentProjections:
+    """What latent attention needs besides the linears of the hidden state and of the output (see
+    ``LatentAttention``)."""
+
+    query_norm: RmsNorm | None
+    query: Linear | None
+    """Maps the latent of queries to all query heads. Both are given or neither."""
+    norm: RmsNorm
+    """The norm of the cached latent."""
+    keys: Tensor
+    """(heads, qk_nope_head_dim, kv_lora_rank): multiplied with queries from the left."""
+    values: Tensor
+    """(heads, v_head_dim, kv_lora_rank): multiplied with mixed latents from the right."""
+
+
+class LayerState(NamedTuple):
+    """What a recurrent layer knows of B rows, in at least fp32."""
+
+    inputs: Tensor
+    """(B, channels, taps - 1): the last inputs of the convolution."""
+    matrices: Tensor
+    """(B, heads, K, V); of size 0 if the layer has none."""
+
+
+class RecurrentLayer(Protocol):
+    """A recurrent mixer, between two linears."""
+
+    @property
+    def inputs(self) -> Linear:
+        """The linear of the layer's input."""
+
+    @property
+    def output(self) -> Linear:
+        """The linear of what ``advance`` returns."""
+
+    def advance(self, x: Tensor, state: LayerState) -> Tensor:
+        """Computes tokens one after another, and changes the state. ``x`` is (B, T, rows of the linear ``inputs``);
+        returns (B, T, columns of the linear ``output``)."""
+
+
 def unchanged(x: Tensor) -> Tensor:
-    """Replaces a norm that a layer does not have."""
+    """Replaces a norm or a linear that a layer does not have."""
     return x
+
+
+def absent(x: Tensor) -> Tensor:
+    """Replaces the MLP of a layer that has none."""
+    return torch.zeros_like(x)
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """One layer."""
 
+    recurrent: RecurrentLayer | None
+    """The mixer in place of attention, whose parts are then ``unchanged``."""
     before_attention: Layer
     """The norm of attention's input, and of the MLP's too where both see the same."""
     qkv: Linear
-    """Rows: all query heads, all key heads, all value heads; without the values if they are the keys, and only queries
-    if the layer has no keys of its own."""
+    """Rows: all query heads, all key heads, all value heads, and the gate if there is one; without the values if they
+    are the keys, and only queries if the layer has no keys of its own."""
     qk_norm: Layer
     """The norm of queries and keys, side by side."""
     value_norm: Layer
     """The norm of values, (T, heads, head size)."""
     sinks: Tensor | None
     """(query heads,)."""
+    latent: LatentProjections | None
+    """With latent attention, rows of ``qkv`` are the cached vector, then all query heads or their latent."""
     output: Linear
     after_attention: Layer
     before_mlp: Layer

@@ -126,7 +126,9 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
     if info.config.get("quantization_config"):
         return "the checkpoint is quantised, which this backend does not support: use the unquantised one"
     if config.feature_layers:
-        return "EAGLE heads are not supported here: leave --speculative-config out, or choose another method"
+        return "draft heads are not supported here: leave --speculative-config out, or choose another method"
+    if info.spec.latent is not None:
+        return "this backend does not cache latents: leave --backend out, or give --backend reference"
     if info.spec.left_out_layers:
         return "text skips some of the model's layers, and this backend runs all of them: leave --backend out"
     return None

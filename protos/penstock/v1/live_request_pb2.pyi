@@ -45,7 +45,9 @@ class _WaitCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitCause.V
     """The result of its last step."""
     WAIT_CAUSE_WORKER: _WaitCause.ValueType  # 8
     """The new worker."""
-    WAIT_CAUSE_ADAPTER: _WaitCause.ValueType  # 9
+    WAIT_CAUSE_STATES: _WaitCause.ValueType  # 9
+    """A slot for its recurrent state: rows and snapshots that are being made use all of them."""
+    WAIT_CAUSE_ADAPTER: _WaitCause.ValueType  # 10
     """Its LoRA adapter: it is being loaded, or all slots are in use."""
 
 class WaitCause(_WaitCause, metaclass=_WaitCauseEnumTypeWrapper):
@@ -69,7 +71,9 @@ WAIT_CAUSE_LAST_RESULT: WaitCause.ValueType  # 7
 """The result of its last step."""
 WAIT_CAUSE_WORKER: WaitCause.ValueType  # 8
 """The new worker."""
-WAIT_CAUSE_ADAPTER: WaitCause.ValueType  # 9
+WAIT_CAUSE_STATES: WaitCause.ValueType  # 9
+"""A slot for its recurrent state: rows and snapshots that are being made use all of them."""
+WAIT_CAUSE_ADAPTER: WaitCause.ValueType  # 10
 """Its LoRA adapter: it is being loaded, or all slots are in use."""
 Global___WaitCause: _TypeAlias = WaitCause  # noqa: Y015
 
@@ -409,6 +413,7 @@ class TimelineEntry(_message.Message):
     HOLD_CAUSE_FIELD_NUMBER: _builtins.int
     UPDATE_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    MISSED_TOKENS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     """The choice: 0 to n-1."""
     kind: Global___TimelineKind.ValueType
@@ -425,6 +430,10 @@ class TimelineEntry(_message.Message):
     """Why the request was held back, for TIMELINE_KIND_HELD."""
     end: Global___RequestEnd.ValueType
     """How the request ended, for TIMELINE_KIND_ENDED."""
+    missed_tokens: _builtins.int
+    """The number of tokens after the cached prefix whose KV is cached too, but which are computed again because no
+    recurrent state was saved after them, for TIMELINE_KIND_BEGAN. Absent if there are none.
+    """
     @_builtins.property
     def start_offset(self) -> _duration_pb2.Duration:
         """When it began, from the arrival of the request."""
@@ -466,16 +475,17 @@ class TimelineEntry(_message.Message):
         hold_cause: Global___HoldCause.ValueType = ...,
         update: Global___UpdateDetail | None = ...,
         end: Global___RequestEnd.ValueType = ...,
+        missed_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_step", b"_first_step", "_last_step", b"_last_step", "detail", b"detail", "drafts", b"drafts", "duration", b"duration", "end", b"end", "first_step", b"first_step", "hold_cause", b"hold_cause", "last_step", b"last_step", "preemption", b"preemption", "queue_position", b"queue_position", "start_offset", b"start_offset", "update", b"update", "wait", b"wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_step", b"_first_step", "_last_step", b"_last_step", "detail", b"detail", "drafts", b"drafts", "duration", b"duration", "end", b"end", "first_step", b"first_step", "hold_cause", b"hold_cause", "last_step", b"last_step", "missed_tokens", b"missed_tokens", "preemption", b"preemption", "queue_position", b"queue_position", "start_offset", b"start_offset", "update", b"update", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_step", b"_first_step", "_last_step", b"_last_step", "choice", b"choice", "detail", b"detail", "drafts", b"drafts", "duration", b"duration", "end", b"end", "first_step", b"first_step", "hold_cause", b"hold_cause", "kind", b"kind", "last_step", b"last_step", "num_tokens", b"num_tokens", "preemption", b"preemption", "queue_position", b"queue_position", "start_offset", b"start_offset", "update", b"update", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_step", b"_first_step", "_last_step", b"_last_step", "choice", b"choice", "detail", b"detail", "drafts", b"drafts", "duration", b"duration", "end", b"end", "first_step", b"first_step", "hold_cause", b"hold_cause", "kind", b"kind", "last_step", b"last_step", "missed_tokens", b"missed_tokens", "num_tokens", b"num_tokens", "preemption", b"preemption", "queue_position", b"queue_position", "start_offset", b"start_offset", "update", b"update", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_step: _TypeAlias = _typing.Literal["first_step"]  # noqa: Y015
     _WhichOneofArgType__first_step: _TypeAlias = _typing.Literal["_first_step", b"_first_step"]  # noqa: Y015
     _WhichOneofReturnType__last_step: _TypeAlias = _typing.Literal["last_step"]  # noqa: Y015
     _WhichOneofArgType__last_step: _TypeAlias = _typing.Literal["_last_step", b"_last_step"]  # noqa: Y015
-    _WhichOneofReturnType_detail: _TypeAlias = _typing.Literal["queue_position", "wait", "drafts", "preemption", "hold_cause", "update", "end"]  # noqa: Y015
+    _WhichOneofReturnType_detail: _TypeAlias = _typing.Literal["queue_position", "wait", "drafts", "preemption", "hold_cause", "update", "end", "missed_tokens"]  # noqa: Y015
     _WhichOneofArgType_detail: _TypeAlias = _typing.Literal["detail", b"detail"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__first_step) -> _WhichOneofReturnType__first_step | None: ...
@@ -498,6 +508,7 @@ class WaitDetail(_message.Message):
     FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     NEEDED_BLOCKS_FIELD_NUMBER: _builtins.int
     STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    STATE_SLOTS_FIELD_NUMBER: _builtins.int
     cause: Global___WaitCause.ValueType
     """The cause."""
     requests_ahead: _builtins.int
@@ -510,6 +521,8 @@ class WaitDetail(_message.Message):
     """The number of free blocks that the choice needs to begin, for WAIT_CAUSE_BLOCKS."""
     step_tokens: _builtins.int
     """The maximum number of tokens in a step, for WAIT_CAUSE_BUDGET."""
+    state_slots: _builtins.int
+    """The number of slots for recurrent states, for WAIT_CAUSE_STATES."""
     def __init__(
         self,
         *,
@@ -519,10 +532,11 @@ class WaitDetail(_message.Message):
         free_blocks: _builtins.int | None = ...,
         needed_blocks: _builtins.int | None = ...,
         step_tokens: _builtins.int | None = ...,
+        state_slots: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_free_blocks", b"_free_blocks", "_max_rows", b"_max_rows", "_needed_blocks", b"_needed_blocks", "_requests_ahead", b"_requests_ahead", "_step_tokens", b"_step_tokens", "free_blocks", b"free_blocks", "max_rows", b"max_rows", "needed_blocks", b"needed_blocks", "requests_ahead", b"requests_ahead", "step_tokens", b"step_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_free_blocks", b"_free_blocks", "_max_rows", b"_max_rows", "_needed_blocks", b"_needed_blocks", "_requests_ahead", b"_requests_ahead", "_state_slots", b"_state_slots", "_step_tokens", b"_step_tokens", "free_blocks", b"free_blocks", "max_rows", b"max_rows", "needed_blocks", b"needed_blocks", "requests_ahead", b"requests_ahead", "state_slots", b"state_slots", "step_tokens", b"step_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_blocks", b"_free_blocks", "_max_rows", b"_max_rows", "_needed_blocks", b"_needed_blocks", "_requests_ahead", b"_requests_ahead", "_step_tokens", b"_step_tokens", "cause", b"cause", "free_blocks", b"free_blocks", "max_rows", b"max_rows", "needed_blocks", b"needed_blocks", "requests_ahead", b"requests_ahead", "step_tokens", b"step_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_free_blocks", b"_free_blocks", "_max_rows", b"_max_rows", "_needed_blocks", b"_needed_blocks", "_requests_ahead", b"_requests_ahead", "_state_slots", b"_state_slots", "_step_tokens", b"_step_tokens", "cause", b"cause", "free_blocks", b"free_blocks", "max_rows", b"max_rows", "needed_blocks", b"needed_blocks", "requests_ahead", b"requests_ahead", "state_slots", b"state_slots", "step_tokens", b"step_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__free_blocks: _TypeAlias = _typing.Literal["free_blocks"]  # noqa: Y015
     _WhichOneofArgType__free_blocks: _TypeAlias = _typing.Literal["_free_blocks", b"_free_blocks"]  # noqa: Y015
@@ -532,6 +546,8 @@ class WaitDetail(_message.Message):
     _WhichOneofArgType__needed_blocks: _TypeAlias = _typing.Literal["_needed_blocks", b"_needed_blocks"]  # noqa: Y015
     _WhichOneofReturnType__requests_ahead: _TypeAlias = _typing.Literal["requests_ahead"]  # noqa: Y015
     _WhichOneofArgType__requests_ahead: _TypeAlias = _typing.Literal["_requests_ahead", b"_requests_ahead"]  # noqa: Y015
+    _WhichOneofReturnType__state_slots: _TypeAlias = _typing.Literal["state_slots"]  # noqa: Y015
+    _WhichOneofArgType__state_slots: _TypeAlias = _typing.Literal["_state_slots", b"_state_slots"]  # noqa: Y015
     _WhichOneofReturnType__step_tokens: _TypeAlias = _typing.Literal["step_tokens"]  # noqa: Y015
     _WhichOneofArgType__step_tokens: _TypeAlias = _typing.Literal["_step_tokens", b"_step_tokens"]  # noqa: Y015
     @_typing.overload
@@ -542,6 +558,8 @@ class WaitDetail(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__needed_blocks) -> _WhichOneofReturnType__needed_blocks | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__requests_ahead) -> _WhichOneofReturnType__requests_ahead | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__state_slots) -> _WhichOneofReturnType__state_slots | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step_tokens) -> _WhichOneofReturnType__step_tokens | None: ...
 

@@ -78,6 +78,11 @@ class WatchStatsResponse(_message.Message):
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     LAST_10S_FIELD_NUMBER: _builtins.int
     LAST_60S_FIELD_NUMBER: _builtins.int
+    STATE_SLOTS_USED_FIELD_NUMBER: _builtins.int
+    STATE_SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    STATE_HITS_FIELD_NUMBER: _builtins.int
+    STATE_MISSES_FIELD_NUMBER: _builtins.int
+    STATE_MISSED_TOKENS_FIELD_NUMBER: _builtins.int
     state: _state_pb2.ServiceState.ValueType
     """The state of the service."""
     live_requests: _builtins.int
@@ -124,6 +129,18 @@ class WatchStatsResponse(_message.Message):
     """The total number of drafted tokens."""
     accepted_tokens: _builtins.int
     """The total number of drafted tokens that were accepted."""
+    state_slots_used: _builtins.int
+    """The number of slots for recurrent states that are used. 0 for a model without recurrent layers, like all numbers of
+    states.
+    """
+    state_snapshots: _builtins.int
+    """The number of these slots that hold a snapshot for later requests. Each other one belongs to a running row."""
+    state_hits: _builtins.int
+    """The total number of rows that began with a saved state."""
+    state_misses: _builtins.int
+    """The total number of rows for which more KV was cached than there was a saved state for."""
+    state_missed_tokens: _builtins.int
+    """The total number of positions whose KV was cached, and that these rows computed again."""
     @_builtins.property
     def uptime(self) -> _duration_pb2.Duration:
         """The time since the service started."""
@@ -185,10 +202,15 @@ class WatchStatsResponse(_message.Message):
         accepted_tokens: _builtins.int = ...,
         last_10s: Global___StatsWindow | None = ...,
         last_60s: Global___StatsWindow | None = ...,
+        state_slots_used: _builtins.int = ...,
+        state_snapshots: _builtins.int = ...,
+        state_hits: _builtins.int = ...,
+        state_misses: _builtins.int = ...,
+        state_missed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_10s", b"last_10s", "last_60s", b"last_60s", "loop_lag", b"loop_lag", "predicted_ttft", b"predicted_ttft", "step_duration", b"step_duration", "uptime", b"uptime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "drafted_tokens", b"drafted_tokens", "drafts", b"drafts", "finished_requests", b"finished_requests", "host_blocks", b"host_blocks", "kv_usage", b"kv_usage", "last_10s", b"last_10s", "last_60s", b"last_60s", "live_requests", b"live_requests", "loop_lag", b"loop_lag", "output_tokens", b"output_tokens", "predicted_ttft", b"predicted_ttft", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "refused_requests", b"refused_requests", "restored_tokens", b"restored_tokens", "retained_blocks", b"retained_blocks", "running_rows", b"running_rows", "stalled_requests", b"stalled_requests", "state", b"state", "step_duration", b"step_duration", "steps", b"steps", "tenants", b"tenants", "uptime", b"uptime", "waiting_choices", b"waiting_choices", "worker_restarts", b"worker_restarts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_blocks", b"cached_blocks", "cached_tokens", b"cached_tokens", "drafted_tokens", b"drafted_tokens", "drafts", b"drafts", "finished_requests", b"finished_requests", "host_blocks", b"host_blocks", "kv_usage", b"kv_usage", "last_10s", b"last_10s", "last_60s", b"last_60s", "live_requests", b"live_requests", "loop_lag", b"loop_lag", "output_tokens", b"output_tokens", "predicted_ttft", b"predicted_ttft", "preemptions", b"preemptions", "prefill_tokens", b"prefill_tokens", "refused_requests", b"refused_requests", "restored_tokens", b"restored_tokens", "retained_blocks", b"retained_blocks", "running_rows", b"running_rows", "stalled_requests", b"stalled_requests", "state", b"state", "state_hits", b"state_hits", "state_missed_tokens", b"state_missed_tokens", "state_misses", b"state_misses", "state_slots_used", b"state_slots_used", "state_snapshots", b"state_snapshots", "step_duration", b"step_duration", "steps", b"steps", "tenants", b"tenants", "uptime", b"uptime", "waiting_choices", b"waiting_choices", "worker_restarts", b"worker_restarts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

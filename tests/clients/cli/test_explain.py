@@ -107,6 +107,11 @@ def test_a_whole_timeline():
     assert plain(response()) == WHOLE
 
 
+def test_tokens_without_a_saved_state():
+    told = response([entry(0, 0, "BEGAN", (812, 812), 2048, missed_tokens=96)], end=LIVE)
+    assert "began: 2,048 tokens from the cache, 96 more without a saved state (step 812)" in plain(told)
+
+
 def test_bars_and_colours_where_the_terminal_has_them():
     coloured = "\n".join(TimelineView(response(), colours=True, unicode=True).lines())
     assert "\x1b[33m░░░░░░░░\x1b[0m" in coloured
@@ -196,7 +201,7 @@ def documented(words):
 def test_every_cause_is_in_the_documentation():
     for cause in pb.WaitCause.values()[1:]:
         numbers = pb.WaitDetail(cause=cause, requests_ahead=1, max_rows=1, free_blocks=1, needed_blocks=1)
-        numbers.step_tokens = 1
+        numbers.step_tokens = numbers.state_slots = 1
         assert documented(wait_words(numbers)), cause
     for hold_cause in pb.HoldCause.values()[1:]:
         assert documented(hold_words(hold_cause)), hold_cause
@@ -235,6 +240,7 @@ def test_as_json(admin, capsys):
         "last_step": 819,
         "num_tokens": 4096,
         **dict.fromkeys(("queue_position", "wait", "drafts", "preemption", "hold_cause", "update", "end")),
+        "missed_tokens": None,
     }
 
 

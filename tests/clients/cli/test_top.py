@@ -133,6 +133,15 @@ def test_drafts_have_a_line_where_there_are_any():
     assert "drafts            200 tokens/s, 25 % accepted, 2.00 tokens per step with drafts" in screen
 
 
+def test_states_have_a_line_where_there_are_any():
+    now = pb.WatchStatsResponse()
+    now.CopyFrom(NOW)
+    now.state_slots_used, now.state_snapshots, now.state_missed_tokens = 12, 7, 8192
+    screen = list(dashboard("gpu1:50052", BEFORE, now, [], unicode=False))
+    slots = "states     12 slots used, 7 by saved states"
+    assert f"{slots}; 8,192 cached tokens were computed again for lack of one" in screen
+
+
 def test_the_first_screen_has_no_speeds():
     text = "\n".join(dashboard("gpu1:50052", None, BEFORE, [], unicode=False))
     assert "known with the next answer" in text

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from penstock.models.checkpoint.adapter import MODULES, adapted_linears
 from penstock.models.checkpoint.checkpoint import DEMO, check_checkpoint, resolve_model
+from penstock.models.checkpoint.lora.adapter import MODULES, adapted_linears
 
 PENSTOCK = Path(sys.executable).with_name("penstock")
 

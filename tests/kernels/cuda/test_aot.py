@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,8 @@ from penstock.kernels.aot import MAX_SHARED_BYTES, QUANTIZED, KernelResources, v
 from penstock.kernels.cuda.core.launch import FP8_CAPABILITY
 from penstock.kernels.cuda.model_shapes import SHAPES
 
+ROOT = Path(__file__).parents[3]
+OLDEST_TRITON = ROOT / "build" / "oldest-triton"
 HOPPER_SHARED_BYTES = 227 * 1024
 # Of a thread: a few registers at the edge of a loop cost nothing, a loop's own would be many more.
 MAX_SPILLED_BYTES = 32
@@ -38,19 +41,33 @@ for variant in (variant for shape in SHAPES.values() for variant in variants(sha
         assert parameter.name in {*variant.arguments, *variant.constants, "PDL"}, parameter.name
 """
 
-# What loops of attention wait for: a block's keys and values, with how many reads still under way. And how often
-# something is subtracted from a score that a mask chose: without a mask it would be one multiply-add, and other bits.
-ATTENTION = """
+# The parts of compiled products. A product's rows, and whether it uses the tensor cores' wide instructions. The blocks
+# that loops wait for, with how many reads still under way, and the sizes of these reads. Accesses to local memory, and
+# conversions that only a slow unit does. And how often something is subtracted from a score that a mask chose:
+# without a mask it would be one multiply-add, and other bits.
+PRODUCTS = """
 import json, re, sys
 from penstock.kernels.aot import wanted
 from penstock.kernels.cuda.model_shapes import SHAPES
+READS = r"cp\\.async\\.c\\S+ \\[.*?\\], \\[.*?\\], (\\w+)"
 for name, variant in wanted(SHAPES[model] for model in sys.argv[1:]).items():
     compiled = variant.compile(90)  # all of them, in the order in which they were: so Triton finds them again
-    if name.startswith(("decode_kernel", "prefill_kernel")):
-        waits = re.findall(r"async_wait %.*{num = (\\d+)", compiled.asm["ttgir"])
-        selected = set(re.findall(r"selp\\.f32\\s+(%\\w+),", compiled.asm["ptx"]))
-        minuends = re.findall(r"sub\\S*\\.f32\\s+%\\w+, (%\\w+),", compiled.asm["ptx"])
-        print(json.dumps([name, [int(wait) for wait in waits], len(selected.intersection(minuends))]))
+    ttgir, ptx = compiled.asm["ttgir"], compiled.asm["ptx"]
+    rows = re.findall(r"tt.dot .* : tensor<(\\d+)x", compiled.asm["ttir"])
+    if rows:
+        sass = compiled.asm["sass"]
+        selected = set(re.findall(r"selp\\.f32\\s+(%\\w+),", ptx))
+        minuends = re.findall(r"sub\\S*\\.f32\\s+%\\w+, (%\\w+),", ptx)
+        print(json.dumps({
+            "name": name,
+            "rows": min(map(int, rows)),
+            "is_wide": "wgmma.mma_async" in ptx,
+            "waits": [int(wait) for wait in re.findall(r"async_wait %.*{num = (\\d+)", ttgir)],
+            "read_bytes": sorted({int(size, 0) for size in re.findall(READS, ptx)}),
+            "local": len(re.findall(r"\\b(?:LDL|STL)\\b", sass)),
+            "slow": len(re.findall(r"\\bF2F\\b", sass)),
+            "apart": len(selected.intersection(minuends)),
+        }))
 """
 
 
@@ -71,9 +88,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compiled")
 
 
-def run(folder: Path, *command: str) -> str:
-    """What Python prints, where kernels are compiled and not interpreted."""
+def run(folder: Path, *command: str, packages: Path | None = None) -> str:
+    """What Python prints, where kernels are compiled and not interpreted. Packages in a folder come first."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if packages is not None:
+        environment["PYTHONPATH"] = str(packages)
     done = subprocess.run(
         [sys.executable, "-P", *command],
         env={**environment, "TRITON_CACHE_DIR": str(folder)},
@@ -85,10 +104,8 @@ def run(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("models", [SOME, pytest.param(tuple(SHAPES), marks=pytest.mark.soak)], ids=["some", "all"])
-def test_every_variant_compiles_for_hopper(models: tuple[str, ...], folder: Path) -> None:
-    printed = run(folder, "-m", "penstock.kernels.aot", *models)
+def check_resources(models: tuple[str, ...], printed: str) -> None:
+    """All variants of the models are there, and none needs more than Hopper has."""
     print(printed)
     heading, *lines = printed.splitlines()
     assert str(HOPPER_SHARED_BYTES) in heading
@@ -110,6 +127,22 @@ def test_every_variant_compiles_for_hopper(models: tuple[str, ...], folder: Path
         assert spilled <= (MAX_SPILLED_BYTES_FP8 if is_fp8_decoding else MAX_SPILLED_BYTES), name
 
 
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("models", [SOME, pytest.param(tuple(SHAPES), marks=pytest.mark.soak)], ids=["some", "all"])
+def test_every_variant_compiles_for_hopper(models: tuple[str, ...], folder: Path) -> None:
+    check_resources(models, run(folder, "-m", "penstock.kernels.aot", *models))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not OLDEST_TRITON.exists(), reason="`make soak` installs it")
+def test_every_variant_compiles_with_the_oldest_triton(tmp_path: Path) -> None:
+    """It fits as well as with the one that is installed."""
+    version = run(tmp_path, "-c", "import triton; print(triton.__version__)", packages=OLDEST_TRITON).strip()
+    assert f"triton>={version.removesuffix('.0')}" in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    check_resources(tuple(SHAPES), run(tmp_path, "-m", "penstock.kernels.aot", packages=OLDEST_TRITON))
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("quantization", [None, *QUANTIZED])
@@ -124,14 +157,39 @@ def test_every_variant_compiles_for_other_gpus(capability: int, quantization: st
     assert bool(lines) != has_none
 
 
-def test_attention_reads_blocks_while_others_are_computed_and_computes_all_alike(folder: Path) -> None:
-    lines = run(folder, "-c", ATTENTION, *SOME).splitlines()
-    assert len(lines) > len(SOME)
-    for name, waits, num_apart in map(json.loads, lines):
-        assert num_apart == 0, name
+@pytest.fixture(scope="module", params=[SOME, pytest.param(tuple(SHAPES), marks=pytest.mark.soak)], ids=["some", "all"])
+def products(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
+    """What the products of models are made of."""
+    return [json.loads(line) for line in run(folder, "-c", PRODUCTS, *request.param).splitlines()]
+
+
+@pytest.mark.timeout(3600)
+def test_attention_reads_blocks_while_others_are_computed_and_computes_all_alike(
+    products: list[dict[str, Any]],
+) -> None:
+    attention = [each for each in products if each["name"].startswith(("decode_kernel", "prefill_kernel"))]
+    assert len(attention) > len(SOME)
+    for each in attention:
+        assert each["apart"] == 0, each["name"]
         # Those behind a loop wait for no value, but for everything.
-        assert waits, name
-        assert min(waits) >= 2, name  # keys and values of at least one more block are under way
+        assert each["waits"], each["name"]
+        assert min(each["waits"]) >= 2, each["name"]  # keys and values of at least one more block are under way
+
+
+@pytest.mark.timeout(3600)
+def test_products_stay_within_their_budgets(products: list[dict[str, Any]]) -> None:
+    """Reads are of 16 bytes, tensor cores use wide instructions from 64 rows on, and loops access no local memory."""
+    for each in products:
+        name = each["name"]
+        is_fp8 = "fp8e4nv" in name
+        # For large heads, fp8 is converted to bf16, since with fp16 registers would spill.
+        has_large_heads = is_fp8 and ("BLOCK_D=256" in name or "BLOCK_D=512" in name)
+        assert each["is_wide"] == (each["rows"] >= 64), each
+        assert min(each["read_bytes"]) >= (8 if has_large_heads else 16), each
+        assert each["slow"] == 0 or has_large_heads, each
+        # Each spilled number is stored and loaded once.
+        is_fp8_decoding = is_fp8 and name.startswith("decode_kernel")
+        assert each["local"] <= (MAX_SPILLED_BYTES_FP8 if is_fp8_decoding else MAX_SPILLED_BYTES) / 4 * 2, each
 
 
 def test_no_number_is_specialised(folder: Path) -> None:

@@ -17,7 +17,7 @@ from penstock.kernels.cpu.bindings import StorageFormat, find_kernels
 from penstock.kernels.cpu.program import Library
 from penstock.models.backends import memory
 from penstock.models.backends.base import load_backend
-from penstock.models.backends.cpu.model import StorageFormats, max_weight_bytes
+from penstock.models.backends.cpu.sizes import StorageFormats, max_weight_bytes
 from penstock.models.backends.cpu.weights import DummyTensors, Packer
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.quantization.reader import QuantizedMatrix

@@ -21,7 +21,8 @@ from waiting import until
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.tensor_parallel import SingleRank
 from penstock.models.backends.torch_common import loader
-from penstock.models.backends.torch_common.loader import FileSource, load_weights
+from penstock.models.backends.torch_common.loader import load_weights
+from penstock.models.backends.torch_common.sources import FileSource
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
 from penstock.models.executor.group import WorkerGroup, new_executor

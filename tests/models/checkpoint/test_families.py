@@ -389,4 +389,4 @@ def test_a_file_that_changed_since_it_was_checked_is_named(tiny_model, tmp_path,
 
 def test_an_unknown_architecture_names_the_closest():
     with pytest.raises(ModelError, match="the closest is Qwen3MoeForCausalLM, and penstock models lists all of them"):
-        spec_from_config({"architectures": ["Qwen3MoeNextForCausalLM"]})
+        spec_from_config({"architectures": ["Qwen3MoeOldForCausalLM"]})

@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from penstock.models.architecture.lines import PLAIN_ON_CUDA
+from penstock.models.architecture.lines import LATENT, PLAIN_ON_CUDA
 from penstock.models.architecture.registry import FAMILIES, spec_from_config
 from penstock.models.architecture.spec_parts import NormKind, Scoring
 from penstock.models.checkpoint.checkpoint import check_checkpoint
@@ -32,9 +32,12 @@ SIZES = {
     "ffn_dim", "n_embd", "n_layer", "n_head",
 }  # fmt: skip
 """Fields that every config has. The last four are other names of them."""
-REQUIRED: dict[str, dict[str, int]] = {
+REQUIRED: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3},
     "Glm4MoeForCausalLM": {"head_dim": 128},
+    "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba"] * 31 + ["attention"]},
 }
 """Fields of a family without a default that a model could have."""
 
@@ -53,14 +56,19 @@ def test_the_matrix_names_what_has_parts_without_kernels_on_cuda(variant_configs
     plain = {
         spec.architecture
         for spec in specs
-        if spec.norm_kind is NormKind.LAYER
-        or spec.is_parallel
-        or spec.qk_norm_is_last
-        or not spec.gated_mlp
-        or (spec.experts is not None and spec.experts.scoring is Scoring.SIGMOID)
+        if spec.latent is None
+        and (
+            spec.norm_kind is NormKind.LAYER
+            or spec.is_parallel
+            or spec.qk_norm_is_last
+            or not spec.gated_mlp
+            or (spec.experts is not None and spec.experts.scoring is Scoring.SIGMOID)
+        )
     }
     named = PLAIN_ON_CUDA & {spec.architecture for spec in specs}
     assert plain == named, "correct PLAIN_ON_CUDA in models/architecture/lines.py"
+    latent = {spec.architecture for spec in specs if spec.latent is not None}
+    assert latent == LATENT, "correct LATENT in models/architecture/lines.py"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +107,7 @@ def test_the_part_of_a_head_that_minimax_m2_rotates(changes: dict[str, Any], rot
     assert spec_from_config(PUBLISHED["MiniMax-M2"][1] | changes).rotary_dim == rotary_dim
 
 
-@pytest.mark.parametrize("variant", ["glm4-moe", "minimax-m2"])
+@pytest.mark.parametrize("variant", ["deepseek-v3", "glm4-moe", "minimax-m2"])
 def test_layers_that_only_propose_drafts_are_not_loaded(tiny_model: Any, tmp_path: Path, variant: str) -> None:
     """Models may be published with such layers, after those of the decoder."""
     path = tiny_model(variant).path

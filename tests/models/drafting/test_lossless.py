@@ -93,7 +93,7 @@ def made():
     return {}
 
 
-@pytest.fixture(params=["cpu-llama", "cpu-gemma2", "cpu-gpt-oss", "reference-qwen3"])
+@pytest.fixture(params=["cpu-llama", "cpu-gemma2", "cpu-gpt-oss", "cpu-deepseek-v3", "reference-qwen3"])
 def speculating(request, made, tiny_model, worker_config, player, asked):
     name, _, variant = request.param.partition("-")
     if request.param not in made:

@@ -10,15 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from heads.runners import SAMPLINGS, added, answers, decode, few_answers, few_rows, start
 
 from penstock.models.backends.base import load_backend
 from penstock.models.checkpoint.checkpoint import resolve_model
 from penstock.models.executor.process import WorkerProcess
-from penstock.models.speculative.controller import SpeculationController
-from penstock.models.speculative.cost_model import StepCost
-from penstock.models.speculative.draft_rows import Drafted
-from penstock.models.speculative.drafter import Wanted
-from penstock.models.speculative.eagle import drafter as eagle
 from penstock.models.train_demo.eagle3 import draft
 from penstock.models.train_demo.export import read_head, read_model
 from penstock.models.worker.runner import Runner
@@ -37,67 +33,6 @@ def features_of(target, token_ids, layers=LAYERS):
     with torch.inference_mode():
         states = target.module(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
         return torch.cat([states[layer][0] for layer in layers], 1)
-
-
-class Watched(SpeculationController):
-    """All that is proposed is drafted, whatever it costs; and what it was after which histories."""
-
-    def __init__(self, drafter):
-        super().__init__(drafter, 8, StepCost(2048), runs_ahead=False, clock=lambda: 0.0)
-        self._propose = drafter.propose
-        self.proposed = []
-
-    def propose(self, plan, table, wait_for_tokens, forced):
-        wanted = [Wanted(table[decode.row], decode.max_tokens - 1) for decode in plan.decodes if decode.max_tokens > 1]
-        assert all(self._drafter.is_ready(row) for row, _ in wanted)
-        wait_for_tokens()
-        drafts = {}
-        for (row, most), (token_ids, confidences, _) in zip(wanted, self._propose(wanted), strict=True):
-            assert len(token_ids) == len(confidences) == most
-            self.proposed.append((list(row.history), most, token_ids, row.sampling))
-            drafts[row.number] = token_ids
-        return Drafted(drafts)
-
-
-def start(config, with_head=True):
-    config = check_speculation(config)
-    backend = load_backend(config)
-    controller = Watched(eagle.load(config, backend)) if with_head else None
-    return Runner(backend, controller), controller
-
-
-def added(number, prompt, first_block, sampling, num_computed=0):
-    blocks = list(range(first_block, first_block + 6))
-    return AddedRow(number, 0, prompt, len(prompt), num_computed, blocks, sampling, max_drafts=8)
-
-
-def decode(runner, rows, num_tokens, num_drafts):
-    """Continues rows, given with what they have so far, until they have so many tokens."""
-    steps = 0
-    while short := [number for number, tokens in rows.items() if len(tokens) < num_tokens]:
-        plan = StepPlan(steps, [], [], [], [], [Decode(n, num_drafts + 1) for n in short], max_drafts=8 * num_drafts)
-        for result in runner.run(plan).rows:
-            rows[result.row] += result.token_ids
-        steps += 1
-    return steps
-
-
-SAMPLINGS = (SamplingParams(temperature=0.0), SamplingParams(seed=3), SamplingParams(seed=4, frequency_penalty=0.3))
-
-
-def answers(runner, prompts, num_drafts, num_tokens=30):
-    """Prompts of which the last one comes in three chunks while others decode."""
-    blocks = range(0, 60, 6)
-    long = len(prompts) - 1
-    rows = [added(n, prompt, blocks[n], SAMPLINGS[n]) for n, prompt in enumerate(prompts)]
-    chunks = [Chunk(n, 0, len(prompt)) for n, prompt in enumerate(prompts[:long])]
-    tokens = {row.row: row.token_ids for row in runner.run(StepPlan(0, [], rows, [], chunks, [])).rows}
-    for begin, end in ((0, 7), (7, 33), (33, len(prompts[long]))):
-        decodes = [Decode(n, num_drafts + 1) for n in range(long)]
-        for result in runner.run(StepPlan(0, [], [], [], [Chunk(long, begin, end)], decodes, max_drafts=9)).rows:
-            tokens[result.row] = tokens.get(result.row, []) + result.token_ids
-    decode(runner, tokens, num_tokens, num_drafts)
-    return {number: some[:num_tokens] for number, some in tokens.items()}
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -141,27 +76,9 @@ def on_gpu(build_model, tmp_path, eagle_config, random_tensors, save_head):
     assert launches.late == late
 
 
-def few_rows(prompt):
-    """Of 5 and 14 tokens."""
-    return [
-        AddedRow(0, 0, prompt[:5], 5, 0, [0, 1], SAMPLINGS[0], max_drafts=8),
-        AddedRow(1, 0, prompt[:14], 14, 0, [2, 3], SAMPLINGS[1], max_drafts=8),
-    ]
-
-
 def test_drafts_on_gpus(on_gpu, prompts):
     target, head, (runner, watched), plain = on_gpu
-    told = {}
-    for of, num_drafts in ((runner, 2), (plain, 0)):
-        rows = few_rows(prompts[5])
-        first = of.run(StepPlan(0, [], rows, [], [Chunk(0, 0, 5), Chunk(1, 0, 9)], []))
-        tokens = {0: first.rows[0].token_ids if first.rows[0].row == 0 else first.rows[1].token_ids}
-        plan = StepPlan(0, [], [], [], [Chunk(1, 9, 14)], [Decode(0, num_drafts + 1)], max_drafts=num_drafts)
-        for result in of.run(plan).rows:
-            tokens[result.row] = tokens.get(result.row, []) + result.token_ids
-        decode(of, tokens, 4, num_drafts)
-        told[of] = {number: some[:4] for number, some in tokens.items()}
-    assert told[runner] == told[plain]
+    assert few_answers(runner, prompts[5], 2) == few_answers(plain, prompts[5], 0)
     assert {sampling for *_, sampling in watched.proposed} == {SAMPLINGS[0], SAMPLINGS[1]}
     for history, most, drafts, sampling in watched.proposed:
         assert drafts == head.drafts(features_of(target, history, FEW_LAYERS)[:-1], history, most, sampling)

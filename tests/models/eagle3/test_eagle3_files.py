@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from penstock.models.checkpoint.checkpoint import check_checkpoint
-from penstock.models.checkpoint.eagle import check_head
+from penstock.models.checkpoint.eagle import check_eagle_head
 from penstock.models.errors import ModelError
-from penstock.models.speculative.eagle import drafter as eagle
+from penstock.models.speculative.heads import drafter as heads
 from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
 
 
@@ -63,7 +63,7 @@ def test_files_that_are_no_head_of_the_model_are_refused(what, tiny_model, tmp_p
     WRONG[what](tensors, config)
     save_head(tmp_path, tensors, None, **config)
     with pytest.raises(ModelError, match=what) as caught:
-        check_head(tmp_path, with_layers(spec, 5))
+        check_eagle_head(tmp_path, with_layers(spec, 5))
     assert str(tmp_path) in str(caught.value)
 
 
@@ -76,9 +76,9 @@ def test_layers_that_a_config_does_not_name_are_those_that_all_heads_take(
 ):
     spec = check_checkpoint(tiny_model("qwen3").path).spec
     save_head(tmp_path, random_tensors(), None, eagle_config=None)
-    assert check_head(tmp_path, with_layers(spec, 32)).feature_layers == (2, 16, 29)
+    assert check_eagle_head(tmp_path, with_layers(spec, 32)).feature_layers == (2, 16, 29)
     with pytest.raises(ModelError, match="must name 3 of the model's layers, 0 to 4"):
-        check_head(tmp_path, with_layers(spec, 5))
+        check_eagle_head(tmp_path, with_layers(spec, 5))
 
 
 def test_a_head_that_is_not_there_is_refused(target_and_head, eagle_config):
@@ -86,12 +86,12 @@ def test_a_head_that_is_not_there_is_refused(target_and_head, eagle_config):
     config = eagle_config(target, head, "auto")
     nowhere = SpeculationConfig(DraftMethod.EAGLE3, 3, model="/nowhere")
     with pytest.raises(ModelError, match="--speculative-config: /nowhere: no such directory"):
-        eagle.with_room(msgspec.structs.replace(config, speculation=nowhere))
+        heads.with_room(msgspec.structs.replace(config, speculation=nowhere))
 
 
 def test_the_heads_pages_are_counted(target_and_head, eagle_config):
     target, head = target_and_head
     config = eagle_config(target, head, "cpu")
-    with_room = eagle.with_room(config)
+    with_room = heads.with_room(config)
     assert with_room.block_bytes_beside == 2 * KV_HEADS * HEAD_DIM * 4 * BLOCK
     assert with_room.feature_layers == (0, 2, 4)

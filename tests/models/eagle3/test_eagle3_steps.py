@@ -10,9 +10,9 @@ import torch
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.cuda.features import DeviceFeatures
 from penstock.models.checkpoint.checkpoint import check_checkpoint
-from penstock.models.checkpoint.eagle import check_head
-from penstock.models.speculative.eagle.drafter import HEADS, LoadHead
-from penstock.models.speculative.eagle.head import Draws, HeadStep
+from penstock.models.checkpoint.eagle import check_eagle_head
+from penstock.models.speculative.heads.drafter import HEADS, LoadHead
+from penstock.models.speculative.heads.head import Draws, HeadStep
 from penstock.scheduler.plan import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("cpu_library")
@@ -95,7 +95,7 @@ def test_hidden_states_and_tokens_are_those_of_plain_torch(target_and_head, eagl
     if is_cuda:
         pytest.importorskip("triton")
     config = eagle_config(target, head, backend, dtype=dtype, **(SMALL if is_cuda else {}))
-    checked = check_head(head.path, check_checkpoint(target.path).spec)
+    checked = check_eagle_head(head.path, check_checkpoint(target.path).spec)
     load_head: LoadHead = import_module(HEADS[backend]).load_head
     runs = load_head(config, checked, load_backend(config))
 

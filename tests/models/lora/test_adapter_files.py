@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.models.checkpoint.adapter import AdaptedLinear, adapted_linears, read_adapter
 from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.checkpoint.lora.adapter import AdaptedLinear, adapted_linears, read_adapter
 from penstock.models.errors import ModelError
 
 MAX_RANK = 8

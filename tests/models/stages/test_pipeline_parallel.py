@@ -151,7 +151,7 @@ def test_backends_without_stages_refuse_them(tiny_model, worker_config, backend)
 def test_a_head_that_reads_layers_of_other_stages_is_refused(worker_config, tiny_model):
     speculation = SpeculationConfig(DraftMethod.EAGLE3, 2, model="head")
     config = worker_config(tiny_model("llama").path, pipeline_parallel_size=2, speculation=speculation)
-    with pytest.raises(ModelError, match="eagle3 head reads layers that other stages compute"):
+    with pytest.raises(ModelError, match="a head reads hidden states that other stages compute"):
         check_speculation(config)
 
 

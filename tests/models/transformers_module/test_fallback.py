@@ -120,7 +120,7 @@ def test_the_log_names_it_once(
     [
         ("MambaConfig", {"state_size": 8}, "num_attention_heads is missing|not supported"),
         ("BloomConfig", {"n_layer": 3, "n_head": 4}, "BloomForCausalLM: has attention, or a state, of its own"),
-        ("DeepseekV3Config", {}, "keys of 192 dimensions and values of 128, which is not supported"),
+        ("YoutuConfig", {}, "keys of 192 dimensions and values of 128, which is not supported"),
         (
             "BambaConfig",
             {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1]},

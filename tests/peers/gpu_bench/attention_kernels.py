@@ -80,6 +80,10 @@ class Step:
     def error(self) -> float:
         """The distance from the reference, on what the pages hold."""
         self.run()
+        return self.error_of(self.out)
+
+    def error_of(self, out: Tensor) -> float:
+        """The same of any output."""
         keys, values = (
             self.kv.pages[:, part].transpose(0, 1).float() * float(self.kv.key_scales[0]) for part in (0, 1)
         )
@@ -94,7 +98,7 @@ class Step:
             None,
             scale=self.shape.attention.scale,
         )
-        return distance(self.out, expected)
+        return distance(out, expected)
 
     @property
     def num_bytes(self) -> int:
@@ -114,7 +118,8 @@ def _integers(numbers: Iterable[int], device: torch.device) -> Tensor:
     return torch.tensor(list(numbers), dtype=torch.int32, device=device)
 
 
-def _shape(model: Model, queries: int, *, fp8: bool) -> DecodeShape:
+def shape_of_step(model: Model, queries: int, *, fp8: bool = False) -> DecodeShape:
+    """The shape of steps whose decoding rows have at most ``queries`` queries."""
     shape = model.shape
     kv_dtype = torch.float8_e4m3fn if fp8 else shape.kv_dtype
     attention = AttentionShape(
@@ -135,7 +140,7 @@ def decoding(
     """Rows of one context each; checked on rows of all lengths."""
     batch, context, checked = sizes.kernels.batch, sizes.kernels.context, sizes.kernels.checked
     queries = sizes.kernels.verified if verifies else 1
-    shape = _shape(model, 0 if deterministic else queries, fp8=fp8)
+    shape = shape_of_step(model, 0 if deterministic else queries, fp8=fp8)
     step = Step.make(shape, [(queries, context)] * batch, device)
     ragged = [(queries, max(queries, checked * (row + 1) // batch)) for row in range(batch)]
     text = f"{batch} rows of {context}" + f", {queries} queries" * (queries > 1)
@@ -146,7 +151,7 @@ def decoding(
 
 def prefill(model: Model, sizes: Sizes, device: torch.device, fp8: bool = False) -> Case:
     """One prompt; checked on a shorter one, half of which is there already."""
-    shape = _shape(model, 1, fp8=fp8)
+    shape = shape_of_step(model, 1, fp8=fp8)
     prompt, checked = sizes.kernels.prompt, sizes.kernels.checked
     step = Step.make(shape, [(prompt, prompt)], device)
     small = Step.make(shape, [(checked // 2, checked), (1, checked // 2)], device)

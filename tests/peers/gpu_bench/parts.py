@@ -60,6 +60,7 @@ def parts(sizes: Sizes) -> list[Part]:
         Part("ceilings", 20, partial(_ceilings, sizes)),
         Part("kernels", 110, partial(_kernels, sizes)),
         Part("products", 40, partial(_products, sizes)),
+        Part("peers", 60, partial(_peers, sizes)),
         *(Part(f"accuracy {model.name}", 30, partial(_accuracy, model, sizes)) for model in sizes.models),
         *(Part(f"steps {model.name}", 100, partial(_steps, model, sizes)) for model in reversed(sizes.models)),
         *_service(first, sizes),
@@ -145,6 +146,13 @@ def _products(sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:
     from gpu_bench import kernels
 
     return kernels.measure(kernels.DENSE, sizes.models[-1:], sizes, results.ceiling)
+
+
+def _peers(sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:
+    from gpu_bench import kernels, peer_kernels
+
+    yield from kernels.measure(peer_kernels.CASES, sizes.models[-1:], sizes, results.ceiling)
+    yield from kernels.measure(peer_kernels.EXPERTS, sizes.mixtures[-1:], sizes, results.ceiling)
 
 
 def _accuracy(model: Model, sizes: Sizes, _results: Results) -> Iterable[Figures]:

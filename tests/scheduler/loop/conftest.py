@@ -44,8 +44,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(number=NUMBERS)
     def begin(self, number):
         *limits, num_host_blocks = random_config(number)
+        tier = {"num_host_blocks": num_host_blocks, "num_state_slots": (0, 0, 1, 2, 5, 12)[number % 6]}
         stages = ((), (), (1, 1), (1, 1, 1))[number % 4]
-        self.world = self.new_world(*limits, num_host_blocks=num_host_blocks, stage_layers=stages)
+        self.world = self.new_world(*limits, stage_layers=stages, **tier)
         self.world.row_us = (0, 200_000)[number % 2]
         self.is_whole = True
 
@@ -181,6 +182,31 @@ def deadly_world_type(world_type):
             assert not self.scheduler._bisector._records
 
     return DeadlyWorld
+
+
+@pytest.fixture(scope="session")
+def stateful_world_type(world_type):
+    """A world whose model has recurrent states, always."""
+
+    class StatefulWorld(world_type):  # type: ignore[valid-type, misc]
+        """Checks that no plan writes to a slot in which the result of an earlier plan may still be awaited."""
+
+        def __init__(self, *limits, num_state_slots: int, **tier) -> None:
+            super().__init__(*limits, num_state_slots=num_state_slots or 7, **tier)
+
+        def schedule(self):
+            unanswered = list(self.plans)
+            planned = super().schedule()
+            if planned:
+                plan, dropped = self.plans[-1], set(self.plans[-1].dropped)
+                written = {each.slot for each in plan.snapshots} | {each.state_slot for each in plan.added}
+                for earlier in reversed(unanswered):
+                    named = {each.slot for each in earlier.snapshots if each.row not in dropped}
+                    assert not written & named, f"slots {written & named} are used while a result is awaited"
+                    dropped.update(earlier.dropped)
+            return planned
+
+    return StatefulWorld
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from penstock.scheduler.plan import AddedRow, Chunk, Pooling, SamplingParams, St
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import EngineFinishReason, Prompt, RefusalKind, Refused
 from penstock.scheduler.testing.fake_executor import FakeExecutor
-from penstock.scheduler.testing.fake_worker import BrokenPlan, CheckedSlots, FakeWorker
+from penstock.scheduler.testing.fake_states import BrokenPlan
+from penstock.scheduler.testing.fake_worker import CheckedSlots, FakeWorker
 from penstock.scheduler.timing.queue_time import QueueLoad, QueueTimeModel
 from penstock.scheduler.timing.queued_work import sequence_work, total_work
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork

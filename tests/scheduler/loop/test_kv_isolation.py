@@ -41,11 +41,12 @@ async def run_load(engine, submit, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_reliability_figure_2_no_row_reads_what_another_wrote(submit, seed):
-    """The fake worker knows whose KV each slot holds, poisons what is given out again, and checks every read."""
-    engine = Engine(
-        FakeExecutor(num_blocks=20, vocab_size=ENGINE_VOCAB_SIZE), SchedulerConfig(max_num_batched_tokens=64)
-    )
+@pytest.mark.parametrize("num_state_slots", [0, 5])
+async def test_reliability_figure_2_no_row_reads_what_another_wrote(submit, seed, num_state_slots):
+    """The fake worker knows whose KV or state each slot holds, poisons what is given out again, and checks every
+    read."""
+    executor = FakeExecutor(num_blocks=20, vocab_size=ENGINE_VOCAB_SIZE, num_state_slots=num_state_slots)
+    engine = Engine(executor, SchedulerConfig(max_num_batched_tokens=64))
     await engine.start()
     for received in await run_load(engine, submit, seed):
         received.check_end()
@@ -59,10 +60,10 @@ async def test_reliability_figure_2_no_row_reads_what_another_wrote(submit, seed
 def publish_before_the_plan_is_closed(patch):
     begin = PrefillAdder._begin
 
-    def begin_and_publish(prefill_adder, plan, sequence, block_ids, num_cached_blocks):
-        begin(prefill_adder, plan, sequence, block_ids, num_cached_blocks)
+    def begin_and_publish(prefill_adder, plan, sequence, block_ids, prefix):
+        begin(prefill_adder, plan, sequence, block_ids, prefix)
         num_full = len(sequence.token_ids) // prefill_adder._kv.block_size
-        prefill_adder._kv.publish(block_ids, sequence.hashes, num_cached_blocks, num_full, sequence.token_ids)
+        prefill_adder._kv.publish(block_ids, sequence.hashes, prefix.num_blocks, num_full, sequence.token_ids)
 
     patch.setattr(PrefillAdder, "_begin", begin_and_publish)
 
@@ -70,8 +71,8 @@ def publish_before_the_plan_is_closed(patch):
 def free_a_block_too_early(patch):
     begin = PrefillAdder._begin
 
-    def begin_and_free(prefill_adder, plan, sequence, block_ids, num_cached_blocks):
-        begin(prefill_adder, plan, sequence, block_ids, num_cached_blocks)
+    def begin_and_free(prefill_adder, plan, sequence, block_ids, prefix):
+        begin(prefill_adder, plan, sequence, block_ids, prefix)
         prefill_adder._kv.pool.release(sequence.block_ids[-1:])
 
     patch.setattr(PrefillAdder, "_begin", begin_and_free)

@@ -60,10 +60,10 @@ def eviction_that_is_not_told(patch):
 def published_when_its_tokens_are_known(patch):
     begin = PrefillAdder._begin
 
-    def begin_and_publish(prefill_adder, plan, sequence, block_ids, num_cached_blocks):
-        begin(prefill_adder, plan, sequence, block_ids, num_cached_blocks)
+    def begin_and_publish(prefill_adder, plan, sequence, block_ids, prefix):
+        begin(prefill_adder, plan, sequence, block_ids, prefix)
         num_full = len(sequence.token_ids) // prefill_adder._kv.block_size
-        prefill_adder._kv.publish(block_ids, sequence.hashes, num_cached_blocks, num_full, sequence.token_ids)
+        prefill_adder._kv.publish(block_ids, sequence.hashes, prefix.num_blocks, num_full, sequence.token_ids)
 
     patch.setattr(PrefillAdder, "_begin", begin_and_publish)
 

@@ -10,6 +10,15 @@ def test_reliability_figure_1_500_sequences(explore, world_type):
     explore(world_type, 500, 20)
 
 
+def test_100_sequences_with_recurrent_states(explore, stateful_world_type):
+    explore(stateful_world_type, 100, 25)
+
+
+@pytest.mark.soak
+def test_5000_sequences_of_150_operations_with_recurrent_states(explore, stateful_world_type):
+    explore(stateful_world_type, 5000, 150)
+
+
 @pytest.mark.soak
 def test_reliability_figure_1_10000_sequences_of_200_operations(explore, world_type):
     explore(world_type, 10_000, 200)

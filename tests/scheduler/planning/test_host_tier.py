@@ -6,7 +6,8 @@ from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import AddedRow, Chunk, SamplingParams, StepPlan
 from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
-from penstock.scheduler.testing.fake_worker import BrokenPlan, CheckedSlots, FakeWorker, token_of_history
+from penstock.scheduler.testing.fake_states import BrokenPlan
+from penstock.scheduler.testing.fake_worker import CheckedSlots, FakeWorker, token_of_history
 from penstock.scheduler.testing.simulation import cpu_step_s
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
 from penstock.scheduler.worker_config import WorkerFacts

@@ -32,6 +32,19 @@ def test_noise_hardly_matters_and_is_kept():
         assert max(factors) > 1.3
 
 
+def test_pauses_do_not_count_as_time_of_the_noise():
+    """The step after a pause is slow: caches are cold."""
+    steps = random_steps(400)
+    for place in range(0, 400, 20):
+        steps[place] = msgspec.structs.replace(steps[place], seconds=2.5 * steps[place].seconds)
+        for number, step in enumerate(steps[place:], place):
+            steps[number] = msgspec.structs.replace(step, answered_s=step.answered_s + 1.0)
+    noise = fit_costs(StepLog(header(), steps)).costs.noise
+    assert noise.seconds == pytest.approx(sum(step.seconds for step in steps))
+    replayed = sorted(noise.factor(noise.seconds * part / 1000, part % 2 == 0) for part in range(1000))
+    assert replayed[700] == pytest.approx(1.0, abs=0.05)
+
+
 def test_a_few_steps_that_took_far_too_long_hardly_matter():
     steps = random_steps(400)
     for place in range(0, 400, 50):

@@ -360,3 +360,12 @@ async def test_a_prediction_of_months_has_room(explain):
     answer = await service.generation.Complete(request)
     service.engine.explain(answer.request_id).predicted_ttft_s = 1e7
     assert (await ask(answer.request_id)).predicted_ttft.ToSeconds() == 10_000_000
+
+
+async def test_tokens_that_are_computed_again_for_lack_of_a_state(explain):
+    service, ask = await explain(RecordingExecutor(num_state_slots=9))
+    for text in ("x" * 64 + "y" * 40, "x" * 100):
+        request = pb.CompleteRequest(start=pb.GenerationStart(text=text, sampling=pb.SamplingParams(max_tokens=1)))
+        answer = await service.generation.Complete(request)
+    [began] = of_kind(await ask(answer.request_id), "BEGAN")
+    assert (began.num_tokens, began.missed_tokens) == (0, 64)

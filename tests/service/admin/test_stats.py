@@ -121,6 +121,18 @@ async def test_the_use_of_host_memory_is_reported(start_service):
     assert stats.host_blocks > 5
 
 
+async def test_the_use_of_recurrent_states_is_reported(start_service):
+    executor = FakeExecutor(vocab_size=258, next_token=lambda history, sampling: ord("a"), num_state_slots=9)
+    service = await start_service(executor, admin_listen="127.0.0.1:0")
+    for text in ("x" * 64 + "y" * 40, "x" * 100, "x" * 64 + "z" * 40):
+        prompt = pb.GenerationStart(text=text, sampling=pb.SamplingParams(max_tokens=3, ignore_eos=True))
+        await service.generation.Complete(pb.CompleteRequest(start=prompt))
+    stats = await watch(service).read()
+    # The second request computed again what it shares with the first one, and the third began there.
+    assert (stats.state_misses, stats.state_missed_tokens, stats.state_hits) == (1, 64, 1)
+    assert stats.state_slots_used == stats.state_snapshots == 4
+
+
 async def test_the_engines_state_is_reported(start_watched):
     service = await start_watched()
     answers = watch(service, interval=timedelta(seconds=0.1))

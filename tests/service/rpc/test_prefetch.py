@@ -121,3 +121,14 @@ def test_only_the_contexts_of_the_own_tenant():
     assert contexts.release("R", "mine") == [bytes([n]) * 32 for n in range(4)]
     assert contexts.release("R", "mine") is None
     assert not contexts.num_tokens
+
+
+async def test_with_recurrent_states_prompts_and_contexts_are_found_too(start_service):
+    """Their states are kept as their KV is."""
+    service = await start_service(FakeExecutor(vocab_size=258, num_blocks=200, num_state_slots=12))
+    await service.generation.Prefetch(pb.PrefetchRequest(start=start(TEXT)))
+    context = await complete(service, TEXT[::-1], retain_ms=600_000)
+    await fill_cache(service)
+    assert (await complete(service, TEXT)).usage.cached_tokens > len(TEXT) - 32
+    usage = (await complete(service, "and", continue_from=context.request_id)).usage
+    assert usage.cached_tokens > len(TEXT) - 32

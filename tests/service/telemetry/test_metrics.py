@@ -68,6 +68,19 @@ async def test_what_host_memory_holds_is_counted(start_service):
     assert samples["penstock_restored_tokens_total", frozenset()] == stats.restored_tokens > 0
 
 
+async def test_recurrent_states_are_counted(start_service):
+    service = await start_service(FakeExecutor(vocab_size=258, num_state_slots=9), metrics_listen="127.0.0.1:0")
+    for end in "yxz":
+        await complete(service, text="x" * 64 + end * 40)
+    stats, samples = service.engine.stats(), await samples_of(service)
+    assert samples["penstock_state_slots", frozenset()] == 9
+    assert samples["penstock_state_slots_used", frozenset()] == stats.state_slots_used > 0
+    assert samples["penstock_state_snapshots", frozenset()] == stats.state_snapshots > 0
+    assert samples["penstock_state_hits_total", frozenset()] == stats.state_hits == 1
+    assert samples["penstock_state_misses_total", frozenset()] == stats.state_misses == 1
+    assert samples["penstock_state_missed_tokens_total", frozenset()] == stats.state_missed_tokens == 64
+
+
 def start(text="0123456789abcdef0123456789", max_tokens=5, **fields):
     return pb.GenerationStart(text=text, sampling=pb.SamplingParams(max_tokens=max_tokens, **fields))
 

@@ -58,8 +58,8 @@ class LoggingWorker:
         self._now = 0.0
         self.steps: list[LoggedStep] = []
 
-    def run(self, plan: StepPlan, now: float) -> StepResult:
-        result = self._worker.run(plan, now)
+    def run(self, plan: StepPlan) -> StepResult:
+        result = self._worker.run(plan)
         answered = self._now + result.computed_us * 1e-6 + 1e-3
         self.steps.append(logged_step(plan, result, StepTimes(self._now, answered, answered + 1e-4)))
         self._now = answered

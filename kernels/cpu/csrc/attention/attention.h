@@ -88,6 +88,7 @@ struct Scratch {
   int64_t result;   // one record
   int64_t scores;   // of a block
   int64_t values;   // of a block
+  int64_t turned;   // keys of a split in the layout of values, if they are the values
   int64_t bytes;
 };
 
@@ -100,7 +101,8 @@ INLINE Scratch scratch_of(const PagedAttention& attention) {
   at.result = at.totals + rows * record;
   at.scores = at.result + record;
   at.values = at.scores + BLOCK_ROWS * SPLIT_BYTES;
-  at.bytes = at.values + BLOCK_ROWS * padded * WORD;
+  at.turned = at.values + BLOCK_ROWS * padded * WORD;
+  at.bytes = at.turned + (attention.kv.is_latent ? SPLIT_PAGES * section_bytes(attention.kv) : 0);
   return at;
 }
 
@@ -124,6 +126,10 @@ struct Work {
     const int64_t before = static_cast<int64_t>(split - item.split_begin) * rows;
     if (item.partial >= 0) return partials + item.partial + (before + index) * record;
     return before == 0 ? total(index) : nullptr;
+  }
+  // The place of a page's keys in the layout of values.
+  uint8_t* turned(int page) const {
+    return scratch + at.turned + page % SPLIT_PAGES * section_bytes(attention.kv);
   }
   // The positions that a row attends to: [first, last).
   int last(int index) const { return item.query_begin + index / group + 1; }
@@ -173,22 +179,34 @@ static Block make_block(const Work& work, int split, int begin, int end) {
   block.first_page = larger(work.first(begin), split * SPLIT) / LANES;
   const int end_page = (smaller(work.last(end - 1), (split + 1) * SPLIT) + LANES - 1) / LANES;
   block.num_pages = larger(end_page - block.first_page, 0);
-  const uint8_t* head = attention.pages + work.kv_head * layout.head_bytes;
+  const int64_t head_bytes = layout.is_latent ? 0 : layout.head_bytes;  // to the next head
+  const uint8_t* head = attention.pages + work.kv_head * head_bytes;
   for (int i = 0; i < block.num_pages; i++) {
     block.sections[i] = head + work.row.pages[block.first_page + i] * layout.page_bytes;
-    block.sections[block.num_pages + i] = block.sections[i] + block.section;
+    block.sections[block.num_pages + i] =
+        layout.is_latent ? work.turned(block.first_page + i) : block.sections[i] + block.section;
   }
   // After it comes the next split, or the next head's first.
   const int last_page = (smaller(work.last(work.rows - 1), work.item.split_end * SPLIT) - 1) / LANES;
   int next = block.first_page + block.num_pages;
   if (next > last_page && work.kv_head + 1 < work.item.kv_head_end) {
     next = larger(work.first(0), work.item.split_begin * SPLIT) / LANES;
-    head += layout.head_bytes;
+    head += head_bytes;
   }
   for (int i = 0; i < AHEAD; i++)
     block.sections[2 * block.num_pages + i] =
         next + i <= last_page ? head + work.row.pages[next + i] * layout.page_bytes : nullptr;
   return block;
+}
+
+// Writes the keys of the pages of a split that any row attends to in the layout of values.
+template <class Kv>
+static void turn_pages(const Work& work, int split) {
+  const PagedAttention& attention = work.attention;
+  const int end = (smaller(work.last(work.rows - 1), (split + 1) * SPLIT) + LANES - 1) / LANES;
+  for (int page = larger(work.first(0), split * SPLIT) / LANES; page < end; page++)
+    Kv::turn_keys(attention.pages + work.row.pages[page] * attention.kv.page_bytes, padded_head(attention.kv),
+                  work.turned(page));
 }
 
 // Scales the scores of one row and masks all but positions [first, last), counted from the block's first; returns the
@@ -260,9 +278,13 @@ template <class Kv>
 static void attend_head(const Work& work) {
   prepare_queries<Kv>(work);
   constexpr int STEP = BLOCK_ROWS / Kv::ROWS;
-  for (int split = work.item.split_begin; split < work.item.split_end; split++)
+  for (int split = work.item.split_begin; split < work.item.split_end; split++) {
+    if constexpr (Kv::PER < 4) {  // latents are not stored as INT8
+      if (work.attention.kv.is_latent) turn_pages<Kv>(work, split);
+    }
     for (int begin = 0; begin < work.rows; begin += STEP)
       attend_block<Kv>(work, split, begin, smaller(begin + STEP, work.rows));
+  }
   for (int i = 0; work.item.partial < 0 && i < work.rows; i++) write_row(work, i, work.total(i));
 }
 

@@ -67,6 +67,13 @@ struct F32Kv {
   }
 
   INLINE Floats value(const uint8_t* sums, int64_t, const Weights&) { return load_floats(sums); }
+
+  // Writes a page's keys in the layout of values.
+  static void turn_keys(const uint8_t* keys, int padded, uint8_t* values) {
+    for (int dim = 0; dim < padded; dim++)
+      for (int token = 0; token < LANES; token++)
+        memcpy(values + (token * padded + dim) * WORD, keys + dim * VECTOR + token * WORD, WORD);
+  }
 };
 
 // e^(x - largest) within 2^-18, for weights that are rounded to 8 bits: 2^n times the best polynomial of its degree
@@ -120,6 +127,17 @@ struct Bf16Kv {
   }
 
   INLINE Floats value(const uint8_t* sums, int64_t, const Weights&) { return load_floats(sums); }
+
+  static void turn_keys(const uint8_t* keys, int padded, uint8_t* values) {
+    constexpr uint64_t OUTER = 0xffff00000000ffff, INNER = 0xffff0000;
+    for (int pair = 0; pair < LANES / 2; pair++)
+      for (int dim = 0; dim < padded; dim += 2) {
+        uint64_t four;  // two dimensions of a token, then of the next one
+        memcpy(&four, keys + dim / 2 * VECTOR + pair * 2 * WORD, sizeof four);
+        four = (four & OUTER) | (four >> 16 & INNER) | (four & INNER) << 16;
+        memcpy(values + (pair * padded + dim) * WORD, &four, sizeof four);
+      }
+  }
 };
 
 // Replaces scores by weights e^(score - largest) times the scale of the token's value, in place. Returns the sum of the

@@ -59,7 +59,7 @@ static void write_f32(uint8_t* keys, uint8_t* values, int slot, int head_dim, co
     float lanes[LANES];
     store(lanes, load_up_to(key + dim, head_dim - dim));
     scatter_words(keys + dim * VECTOR + slot * WORD, lanes, LANES);
-    store_ints(values + (slot * padded + dim) * WORD, as_ints(load_up_to(value + dim, head_dim - dim)));
+    if (values) store_ints(values + (slot * padded + dim) * WORD, as_ints(load_up_to(value + dim, head_dim - dim)));
   }
 }
 
@@ -69,6 +69,7 @@ static void write_bf16(uint8_t* keys, uint8_t* values, int slot, int head_dim, c
     bf16 lanes[LANES];
     store_bf16(lanes, load_up_to(key + dim, head_dim - dim));
     scatter_words(keys + dim / 2 * VECTOR + slot * WORD, lanes, LANES / 2);
+    if (!values) continue;
     Ints rounded = as_ints(narrowed(load_up_to(value + dim, head_dim - dim)));
     replace_bits(values + (slot / 2 * padded + dim) * WORD, rounded, 16, slot % 2 * 16);
   }
@@ -93,14 +94,14 @@ static void write_int8(uint8_t* keys, uint8_t* values, int slot, int head_dim, c
   memcpy(at + VECTOR, &scales[1], WORD);
 }
 
-// Writes one head of a token.
+// Writes one head of a token; only its key if `values` is null.
 INLINE void write_token(Format format, uint8_t* keys, uint8_t* values, int slot, int head_dim, const float* key,
                         const float* value) {
   alignas(VECTOR) float transformed[2][MAX_HEAD_DIM];
   if (transforms_heads(format)) {
     hadamard(key, head_dim, transformed[0]);
-    hadamard(value, head_dim, transformed[1]);
     key = transformed[0];
+    if (values) hadamard(value, head_dim, transformed[1]);
     value = transformed[1];
   }
   if (format == FORMAT_F32)
@@ -119,12 +120,13 @@ static void write_kv(const penstock::KvLayout& layout, uint8_t* page, int slot, 
                      const float* values, int64_t stride) {
   using namespace paged;
   const int64_t section = section_bytes(layout);
-  const int head_dim = layout.head_dim, end = slot + tokens;
+  const int head_dim = layout.head_dim, end = slot + tokens, heads = layout.is_latent ? 1 : layout.kv_heads;
   // Head by head, so that the lines of a head stay in the L1 cache for all tokens.
-  for (int head = 0; head < layout.kv_heads; head++, keys += head_dim, values += head_dim) {
+  for (int head = 0; head < heads; head++, keys += head_dim, values += head_dim) {
     uint8_t* key_section = page + head * layout.head_bytes;
-    uint8_t* value_section = key_section + section;
-    if (slot == 0) memset(value_section, 0, static_cast<size_t>(layout.head_bytes - section));
+    uint8_t* value_section = layout.is_latent ? nullptr : key_section + section;
+    const int64_t kept = layout.is_latent ? 0 : section;
+    if (slot == 0) memset(key_section + kept, 0, static_cast<size_t>(layout.head_bytes - kept));
     const float *key = keys, *value = values;
     for (int at = slot; at < end; at++, key += stride, value += stride)
       write_token(layout.format, key_section, value_section, at, head_dim, key, value);

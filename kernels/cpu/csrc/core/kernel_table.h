@@ -78,15 +78,18 @@ struct GemmOutput {
 //   F32   K [D][16]          V [16][D]
 // BF16 K [D/2][16][2] V [8][D][2] (pairs of dimensions, pairs of tokens: the layout of the dot products)
 //   INT8  K [D/4][16][4]     V [4][D][4], then 16 float32 scales of keys and 16 of values
+// A page of latent attention holds no values: the keys are the values too, of one head that all query heads attend to.
+// Then kv_heads is the number of groups of query heads that are computed apart. INT8 is not for it.
 // BF16 and INT8 store the Hadamard transform of heads (core/hadamard.h), over the largest power of two that divides
-// their size. The first write to a page is to its slot 0 and zeroes its values, since the zero weight of a masked slot
-// needs finite values.
+// their size. The first write to a page is to its slot 0 and zeroes its values, or what is in their place, since the zero
+// weight of a masked slot needs finite values.
 struct KvLayout {
   Format format;
   int32_t kv_heads;
   int32_t head_dim;
   int64_t head_bytes;  // one head's keys and values in one page; a multiple of 64
   int64_t page_bytes;  // from one page to the next of the same layer
+  int32_t is_latent;
 };
 
 // One layer's attention over a batch of rows.
@@ -167,6 +170,24 @@ struct SampledToken {
   double noise;      // with which it was drawn; 0: it was not drawn
 };
 
+// ------------------------------------------------------------------------------------------------------ recurrent layers
+
+// Some tokens of one head of a recurrent layer, and its state S, (key_size, state_stride) with value_size columns. For
+// each token: S = a S; S += k beta (v - k S), or without `subtracts` S += k beta v; y = q S + skip v. Queries, keys and
+// values of successive tokens are `stride` floats apart.
+struct StateScan {
+  int32_t key_size, value_size, subtracts;
+  float skip;
+  const float *queries, *keys, *values;  // of the first token
+  int64_t stride;
+  const float *decays, *betas;  // a and beta of the first token
+  int64_t gate_stride;
+  float* state;
+  int64_t state_stride;  // a multiple of 16; columns from value_size on are zero
+  float* output;         // of the first token; or null
+  int64_t output_stride;
+};
+
 // --------------------------------------------------------------------------------------------------------------- a table
 
 struct Kernels {
@@ -210,6 +231,13 @@ struct Kernels {
   void (*gated)(const float* gate, const float* up, int n, Activation activation, float* out);
   // x = act(x).
   void (*activate)(float* x, int n, Activation activation);
+  // x *= y, and x *= sigmoid(y).
+  void (*multiply)(float* x, const float* y, int n);
+  void (*multiply_sigmoid)(float* x, const float* y, int n);
+  // out = sum over taps of inputs[tap] * weights[tap] + bias, where `weights` is (taps, n); `bias` may be null.
+  void (*convolve)(const float* const* inputs, const float* weights, const float* bias, int taps, int n, float* out);
+  // Computes columns [begin, end) of the states and outputs, both multiples of 16.
+  void (*scan_state)(const StateScan& scan, int tokens, int begin, int end);
   // Rotates the first 2 * half dimensions of a head in place: (x_i, x_{i+half}) is rotated by the angle with the given
   // cosine and sine.
   void (*rotate)(float* head, const float* cosines, const float* sines, int half);

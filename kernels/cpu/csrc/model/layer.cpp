@@ -11,25 +11,37 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
   take_sizes(layer);
   uint8_t* pages = model_.pages + layer.kv_offset;
   bool last = index == model_.num_layers - 1;
-  Prepared inputs = layer.hidden_norm.weight
-                        ? prepare_joined(layer)
-                        : prepare(layer.qkv, x_, model_.hidden_size, num_rows_, layer.attention_norm);
-  spent_on(STAGE_NORM);
-  product(layer.qkv, inputs, qkv_, qkv_size_, OUTPUT_STORE);
-  const LoraTarget targets[] = {{LORA_Q, 0, LANES}, {LORA_K, query_size_, LANES},
-                                {LORA_V, query_size_ + kv_size_, LANES}};
-  add_adapters(targets, !layer.has_kv ? 1 : layer.values_are_keys ? 2 : 3, x_, model_.hidden_size, model_.hidden_size,
-               layer.attention_norm, qkv_, qkv_size_);
-  spent_on(STAGE_QKV);
-  rotate_and_write(layer, pages);
-  spent_on(STAGE_ROPE_KV);
+  bool has_mixer = layer.qkv.num_parts, attends = has_mixer && !layer.recurrent.kind;
+  if (has_mixer) {
+    Prepared inputs = layer.hidden_norm.weight
+                          ? prepare_joined(layer.qkv, layer.attention_norm, x_, layer.hidden_norm)
+                          : prepare(layer.qkv, x_, model_.hidden_size, num_rows_, layer.attention_norm);
+    spent_on(STAGE_NORM);
+    product(layer.qkv, inputs, qkv_, qkv_size_, OUTPUT_STORE);
+    if (attends && !layer.latent.rank) {
+      const LoraTarget targets[] = {{LORA_Q, 0, LANES}, {LORA_K, query_size_, LANES},
+                                    {LORA_V, query_size_ + kv_size_, LANES}};
+      add_adapters(targets, !layer.has_kv ? 1 : layer.values_are_keys ? 2 : 3, x_, model_.hidden_size,
+                   model_.hidden_size, layer.attention_norm, qkv_, qkv_size_);
+    }
+    spent_on(STAGE_QKV);
+  }
+  if (attends) {
+    if (layer.latent.rank)
+      find_latents(layer, pages);
+    else
+      rotate_and_write(layer, pages);
+    spent_on(STAGE_ROPE_KV);
+  } else if (has_mixer) {
+    recur(layer, index);
+  }
   // After the last layer's KV is written, only rows whose logits or hidden states are requested are computed.
-  if (last && step_.num_wanted() == 0) return;
-  attend(layer, pages);
-  if (last && !only_wanted_) keep_wanted_rows(true);
+  if (last && step_.num_wanted() == 0 && !ends_in_feature_) return;
+  if (attends) attend(layer, pages);
+  if (last && !only_wanted_ && !ends_in_feature_) keep_wanted_rows(has_mixer);
   spent_on(STAGE_ATTENTION);
-  if (!model_.parallel_layers) add_attention(layer);
-  feed_forward(layer);
+  if (has_mixer && !model_.parallel_layers) add_attention(layer);
+  if (layer.mlp.gate_up.num_parts || layer.router.num_parts) feed_forward(layer);
   // The MLP has read x by now.
   if (model_.parallel_layers) add_attention(layer);
   if (layer.input_gate.num_parts) add_layer_input(layer, index);
@@ -40,19 +52,38 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
 }
 
 void StepRun::take_sizes(const DecoderLayer& layer) {
-  num_kv_heads_ = layer.kv.kv_heads;
+  if (layer.recurrent.kind || !layer.qkv.num_parts) {
+    num_kv_heads_ = head_dim_ = kv_size_ = qkv_size_ = 0;
+    query_size_ = layer.output.parts[0].columns;  // 0 without a mixer
+    for (int i = 0; i < layer.qkv.num_parts; i++) qkv_size_ += layer.qkv.parts[i].rows;
+    return;
+  }
+  num_kv_heads_ = layer.kv.is_latent ? 1 : layer.kv.kv_heads;
   head_dim_ = layer.kv.head_dim;
   query_size_ = model_.num_heads * head_dim_;
   kv_size_ = num_kv_heads_ * head_dim_;
+  if (layer.latent.rank) {
+    qkv_size_ = 0;
+    for (int i = 0; i < layer.qkv.num_parts; i++) qkv_size_ += layer.qkv.parts[i].rows;
+    return;
+  }
   qkv_size_ = query_size_ + (!layer.has_kv ? 0 : layer.values_are_keys ? kv_size_ : 2 * kv_size_);
+  if (model_.gated_attention) qkv_size_ += query_size_;
 }
 
 void StepRun::add_attention(const DecoderLayer& layer) {
-  Prepared inputs = prepare(layer.output, mixed_, query_size_, num_rows_, Norm{});
+  const float* values = mixed_;
+  int64_t size = query_size_;
+  if (layer.latent.rank) {
+    values = expand_latents(layer.latent);
+    size = static_cast<int64_t>(model_.num_heads) * layer.latent.value_size;
+  }
+  Prepared inputs = prepare(layer.output, values, size, num_rows_, Norm{});
   bool direct = !layer.attention_post_norm.weight;
   product(layer.output, inputs, direct ? x_ : delta_, model_.hidden_size, direct ? OUTPUT_ADD : OUTPUT_STORE);
   const LoraTarget target = {LORA_O, 0, LANES};
-  add_adapters(&target, 1, mixed_, query_size_, query_size_, Norm{}, direct ? x_ : delta_, model_.hidden_size);
+  if (!layer.recurrent.kind)
+    add_adapters(&target, 1, values, size, static_cast<int>(size), Norm{}, direct ? x_ : delta_, model_.hidden_size);
   if (!direct) add_sublayer(layer.attention_post_norm);
   spent_on(STAGE_OUTPUT);
 }
@@ -99,15 +130,16 @@ void StepRun::norm(const Norm& norm, const float* x, int size, float* out) {
     kernels_.rms_norm(x, norm.weight, size, model_.norm_eps, out);
 }
 
-// Prepares embeddings and x side by side, each after its norm.
-Prepared StepRun::prepare_joined(const DecoderLayer& layer) {
+// Prepares embeddings and hidden states side by side, each after its norm.
+Prepared StepRun::prepare_joined(const PackedLinear& linear, const Norm& embedding_norm, const float* hidden,
+                                 const Norm& hidden_norm) {
   int64_t size = model_.hidden_size;
   each(num_rows_, [&](int row, int) {
     float* to = joined_ + row * 2 * size;
-    norm(layer.attention_norm, embeddings_ + row * size, model_.hidden_size, to);
-    norm(layer.hidden_norm, x_ + row * size, model_.hidden_size, to + size);
+    norm(embedding_norm, embeddings_ + row * size, model_.hidden_size, to);
+    norm(hidden_norm, hidden + row * size, model_.hidden_size, to + size);
   });
-  return prepare(layer.qkv, joined_, 2 * size, num_rows_, Norm{});
+  return prepare(linear, joined_, 2 * size, num_rows_, Norm{});
 }
 
 void StepRun::rotate_and_write(const DecoderLayer& layer, uint8_t* pages) {
@@ -168,9 +200,11 @@ void StepRun::write_kv(const DecoderLayer& layer, uint8_t* page, int slot, int t
 
 void StepRun::attend(const DecoderLayer& layer, uint8_t* pages) {
   const AttentionPlan& plan = plans_[&layer - model_.layers];
+  const float* queries = layer.latent.rank ? queries_ : qkv_;
+  int64_t query_stride = layer.latent.rank ? query_size_ : qkv_size_;
   PagedAttention attention = {layer.kv, pages, model_.num_heads, layer.window, model_.chunked_windows,
-                              model_.attention_scale, model_.attention_soft_cap, layer.sinks, qkv_, qkv_size_, mixed_,
-                              query_size_};
+                              model_.attention_scale, model_.attention_soft_cap, layer.sinks, queries,
+                              query_stride, mixed_, query_size_};
   threads_.run(plan.num_items, [&](int i, int thread) {
     const AttentionItem& item = plan.items[i];
     kernels_.attend(attention, rows_[item.row], item, kernel_room_[thread], partials_);
@@ -178,6 +212,11 @@ void StepRun::attend(const DecoderLayer& layer, uint8_t* pages) {
   threads_.run(plan.num_merges, [&](int i, int) {
     const AttentionItem& item = plan.merges[i];
     kernels_.merge(attention, rows_[item.row], item, plan.merge_splits[i], partials_);
+  });
+  if (!model_.gated_attention) return;
+  each(num_rows_, [&](int row, int) {
+    const float* gate = qkv_ + static_cast<int64_t>(row + 1) * qkv_size_ - query_size_;
+    kernels_.multiply_sigmoid(mixed_ + static_cast<int64_t>(row) * query_size_, gate, query_size_);
   });
 }
 

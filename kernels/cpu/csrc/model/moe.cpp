@@ -20,9 +20,9 @@ struct ExpertItem {
 
 }  // namespace
 
-// Chooses the experts that rank highest for each token: by sigmoid plus bias in the chosen groups, or by logit; ties go
-// to the lowest number. Their weights are the softmax over all experts, or their sigmoids; normalised, they are divided
-// by their sum. Finally they are multiplied by the layer's factors, if it has any.
+// Chooses the experts that rank highest for each token: by sigmoid plus bias, or by logit, in the chosen groups; ties
+// go to the lowest number. Their weights are the softmax over all experts, or their sigmoids; normalised, they are
+// divided by their sum. Finally they are multiplied by the layer's factors, if it has any.
 void StepRun::choose_experts(const DecoderLayer& layer, const float* logits, int32_t* chosen, float* weights) {
   int num = model_.num_experts, wanted = model_.experts_per_token;
   bool normalise = model_.normalise_experts, sigmoids = model_.scores_are_sigmoids;
@@ -31,7 +31,7 @@ void StepRun::choose_experts(const DecoderLayer& layer, const float* logits, int
     int32_t* ids = chosen + static_cast<int64_t>(token) * wanted;
     float* shares = weights + static_cast<int64_t>(token) * wanted;
     const float* ranks = row;
-    if (sigmoids && (layer.selection_bias || model_.num_groups > 1)) {
+    if (layer.selection_bias || model_.num_groups > 1) {
       rank_experts(row, layer.selection_bias, row_room_[thread]);
       ranks = row_room_[thread];
     }
@@ -54,11 +54,12 @@ void StepRun::choose_experts(const DecoderLayer& layer, const float* logits, int
   });
 }
 
-// ranks = sigmoid(logits) + bias; -infinity for experts of groups that are not chosen. The groups chosen are those whose
-// two highest ranks have the largest sums.
+// ranks = sigmoid(logits) + bias, or the logits of a softmax; -infinity for experts of groups that are not chosen. The
+// groups chosen are those whose two highest ranks have the largest sums, or of a softmax those with the highest ranks.
 void StepRun::rank_experts(const float* logits, const float* bias, float* ranks) {
   int num = model_.num_experts, groups = model_.num_groups, size = num / groups;
-  for (int e = 0; e < num; e++) ranks[e] = sigmoid(logits[e]) + (bias ? bias[e] : 0.0f);
+  bool sigmoids = model_.scores_are_sigmoids;
+  for (int e = 0; e < num; e++) ranks[e] = sigmoids ? sigmoid(logits[e]) + (bias ? bias[e] : 0.0f) : logits[e];
   if (groups == 1) return;
   float* sums = ranks + num;
   for (int g = 0; g < groups; g++) {
@@ -72,7 +73,7 @@ void StepRun::rank_experts(const float* logits, const float* bias, float* ranks)
         second = rank;
       }
     }
-    sums[g] = first + second;
+    sums[g] = sigmoids ? first + second : first;
   }
   for (int g = 0; g < groups; g++) {
     int better = 0;

@@ -46,10 +46,48 @@ struct PackedMlp {
   PackedLinear gate_up, down;
 };
 
+// Latent attention (DeepSeek-V2, arXiv 2405.04434) in its absorbed form: all query heads attend to one vector for each
+// token, `rotary` dimensions and then a latent of `rank`. The layer's qkv computes it, and after it all query heads, or
+// the input of `query`, which does. A query head has `rotary` dimensions, and then `unrotated` ones, which `absorb` maps
+// to those of the latent. `expand` maps the weighted mean of latents to the head's value.
+struct Latent {
+  int32_t rank;  // 0: the layer has ordinary attention
+  int32_t rotary, unrotated, value_size;
+  float norm_eps;
+  const float* norm;        // (rank,): of the latent
+  const float* query_norm;  // of the input of `query`
+  PackedLinear query;       // or no parts
+  const Matrix* absorb;     // (num_heads,): each (rank, unrotated)
+  const Matrix* expand;     // (num_heads,): each (value_size, rank)
+};
+
+enum RecurrentKind : int32_t {
+  RECURRENT_NONE = 0, RECURRENT_CONVOLUTION = 1, RECURRENT_DELTA_NET = 2, RECURRENT_MAMBA2 = 3
+};
+
+// A recurrent mixer, in place of attention, between the products `qkv` and `output`; see
+// models/architecture/recurrent.py. A state is that of the convolution, (taps - 1, channels), and after it matrices,
+// (heads, key_size, value_size padded to 16).
+struct Recurrent {
+  int32_t kind;                                    // RecurrentKind
+  int32_t channels, taps;                          // of the convolution
+  int32_t key_heads, heads, key_size, value_size;  // of the matrices; key heads are the groups of Mamba-2
+  // The first columns of the parts of qkv: the inputs of the convolution, z, beta and the decay. A short convolution's z
+  // is c, and its b is at 0.
+  int32_t inputs, z, beta, decay;
+  int32_t queries, keys, values;  // the first channels of these
+  float norm_eps, least_step, most_step;
+  const float* weights;                              // (taps, channels): of the convolution
+  const float* bias;                                 // (channels,) or null
+  const float *key_scales, *query_scales;            // (key_size,): for RMS norms of a delta net's keys and queries
+  const float *decay_biases, *rates, *skips, *norm;  // (heads,), thrice; (value_size,), or (heads * value_size,)
+  int64_t state;  // from the start of a slot to the layer's state, in floats
+};
+
 struct DecoderLayer {
   // Norms before the sublayers and after them.
   Norm attention_norm, attention_post_norm, mlp_norm, mlp_post_norm;
-  // For a draft head: the input of qkv is the embedding after attention_norm and, beside it, x after this norm.
+  // For an EAGLE-3 head: the input of qkv is the embedding after attention_norm and, beside it, x after this norm.
   Norm hidden_norm;
   Norm query_norm, key_norm;  // (head_dim,), (heads, head_dim), or over all heads; or none
   Norm value_norm;            // (head_dim,)
@@ -63,6 +101,7 @@ struct DecoderLayer {
   KvLayout kv;
   int64_t kv_offset;  // from the start of a page to the layer's keys and values, or to those that it attends to
   PackedLinear qkv, output;
+  Recurrent recurrent;
   PackedMlp mlp;        // no parts in layers that have only experts
   Norm mlp_inner_norm;  // of the MLP's output where there are experts beside it
   // For a mixture of experts: the norms of the router's input and of the experts', and of the experts' output.
@@ -77,6 +116,7 @@ struct DecoderLayer {
   PackedLinear input_gate, input_projection;
   Norm input_norm;
   float scalar;  // the factor of the layer's output
+  Latent latent;
 };
 
 struct DecoderModel {
@@ -91,6 +131,7 @@ struct DecoderModel {
   int32_t qk_norm;            // QkNorm
   int32_t qk_norm_is_last;    // after the rotation
   int32_t activation;         // Activation
+  int32_t gated_attention;    // qkv ends with as many columns as queries; the sigmoids of these multiply the attention
   int32_t gated_mlp, layer_norms, parallel_layers;
   int32_t chunked_windows;        // see PagedAttention
   int32_t scales_expert_inputs;   // by the experts' weights, which otherwise multiply their outputs
@@ -114,6 +155,9 @@ struct DecoderModel {
   PackedLinear input_linear;
   Norm input_linear_norm;  // (input_size,)
   PackedLinear fc;           // for a draft head: from features to x; else no parts
+  // For an MTP head: the input of fc is instead the embedding after a norm and, beside it, features or hidden states
+  // after another; or none.
+  Norm embedding_norm, hidden_norm;
   // Only the first num_logits rows are multiplied, of a tied embedding that may have more. No parts: it is elsewhere.
   PackedLinear head;
   Norm norm;
@@ -124,6 +168,19 @@ struct DecoderModel {
   const LoraPair* adapters;  // (slots, num_layers, NUM_LORA_MODULES): slot s is at s - 1; or null
   int32_t adapter_format;    // of their matrices: FORMAT_F32 or FORMAT_BF16
   int32_t adapter_rank;      // the largest that a slot may have
+  float* states;             // the slots of recurrent states, or null
+  int64_t state_floats;      // of a slot
+};
+
+// How recurrent states of rows advance. The first `certain` tokens of a row advance its state; those after them are
+// computed from a copy.
+struct StateRows {
+  int32_t num_rows;
+  const int64_t* slots;          // (num_rows,)
+  const int64_t *starts, *ends;  // (num_rows,): the indices of a row's first token and after its last one, ascending
+  const int64_t* certain;        // (num_rows,)
+  const int64_t* save_starts;    // (num_rows + 1,)
+  const int64_t* saves;  // pairs, ascending: after so many of the row's certain tokens, the state is copied to a slot
 };
 
 // R rows of T tokens, built by models/batch/batch.py, and the requested outputs.
@@ -157,7 +214,7 @@ struct Step {
   const int64_t* pooled;         // (num_pooled,) index in the batch
   const int64_t* pooled_starts;  // (num_vectors + 1,): vector i sums tokens [pooled_starts[i], pooled_starts[i + 1])
   float* const* vectors;         // (num_vectors,) of (hidden_size,)
-  // Features of every token: x before some of the layers.
+  // Features of every token: x before some of the layers; for the number of layers, x after the last norm.
   int32_t num_features;
   const int32_t* feature_layers;  // (num_features,)
   float* features;                // (T, num_features, hidden_size)
@@ -167,6 +224,7 @@ struct Step {
   const float* hidden;       // (T, hidden_size): the output of the previous step, or of the layers before
   float* hidden_out;         // (num_sampled, hidden_size): x after the last layer; or null
   const int32_t* adapters;   // (T,): the slot of each token's adapter, 0: none; or null: no token has one
+  StateRows states;          // of the R rows, if the model has recurrent layers
 
   int num_logits_wanted() const { return num_sampled + num_scored; }
   int num_wanted() const { return num_logits_wanted() + num_pooled; }
@@ -193,6 +251,9 @@ class Program {
   // Computes the layers and logits. The step and everything it points to must stay in place until `finish` or the next
   // `begin`; the sampling parameters may change until then.
   void begin(const Step& step, int num_threads);
+  // Advances recurrent states by tokens that the last step computed from copies: their indices in `rows` are those among
+  // all such tokens of the step. No more than once per step.
+  void commit(const StateRows& rows);
   // Chooses the tokens of the step that began last.
   void finish();
 

@@ -17,12 +17,12 @@ int head_rows(const Step& step, int begin) {
   return left < HEAD_ROWS ? left : HEAD_ROWS;
 }
 
-// Ids are checked at admission. Clamping makes sure that an id out of range never becomes an address.
-int within(int64_t id, int num) { return id < 0 ? 0 : id < num ? static_cast<int>(id) : num - 1; }
+bool attends(const DecoderLayer& layer) { return layer.qkv.num_parts && !layer.recurrent.kind; }
 
 // Whether the attention of two layers is divided alike.
 bool have_same_plan(const DecoderLayer& one, const DecoderLayer& other) {
-  return one.window == other.window && one.kv.kv_heads == other.kv.kv_heads && one.kv.head_dim == other.kv.head_dim;
+  return attends(one) && one.window == other.window && one.kv.kv_heads == other.kv.kv_heads &&
+         one.kv.head_dim == other.kv.head_dim;
 }
 
 int64_t widest_input(const Kernels& kernels, const PackedLinear& linear, int64_t so_far) {
@@ -47,9 +47,10 @@ void Program::begin(const Step& step, int num_threads) {
   run_->begin();
 }
 
+void Program::commit(const StateRows& rows) { run_->commit(rows); }
+
 void Program::finish() {
   run_->finish();
-  run_.reset();
 }
 
 StepRun::StepRun(Program& program, const Step& step)
@@ -66,6 +67,8 @@ void StepRun::spent_on(Stage stage) {
 
 void StepRun::begin() {
   clock_gettime(CLOCK_MONOTONIC, &clock_);
+  for (int i = 0; i < step_.num_features; i++)
+    if (step_.feature_layers[i] == model_.num_layers) ends_in_feature_ = true;
   lay_out();
   find_pages();
   find_angles();
@@ -87,6 +90,10 @@ void StepRun::begin() {
     }
     record(i);
     layer(model_.layers[i], i);
+  }
+  if (ends_in_feature_) {
+    record(model_.num_layers);
+    keep_wanted_rows(false);
   }
   if (step_.num_vectors > 0) pool();
   if (step_.hidden_out) copy_rows(x_, step_.num_sampled, step_.hidden_out, model_.hidden_size);
@@ -113,8 +120,9 @@ void StepRun::lay_out() {
     most_angles_ = 2 * m.ropes[i].half > most_angles_ ? 2 * m.ropes[i].half : most_angles_;
   angles_ = arena_.take<float>(m.num_ropes * tokens * most_angles_);
   first_without_kv_ = m.num_layers;
-  while (first_without_kv_ > 0 && !m.layers[first_without_kv_ - 1].has_kv) first_without_kv_--;
-  int64_t widest_qkv = 0, widest_query = 0;
+  auto keeps = [&](const DecoderLayer& layer) { return layer.has_kv || layer.recurrent.kind; };
+  while (first_without_kv_ > 0 && !keeps(m.layers[first_without_kv_ - 1])) first_without_kv_--;
+  int64_t widest_qkv = 0, widest_query = 0, widest_head = 0;
   int64_t inner = m.intermediate_size > m.shared_size ? m.intermediate_size : m.shared_size;
   inner_ = arena_.take<float>(tokens * ((inner + LANES - 1) / LANES * LANES));
   int64_t widest_row = m.hidden_size, inputs = widest_input(kernels_, m.input_linear, widest_input(kernels_, m.head, 0));
@@ -131,9 +139,12 @@ void StepRun::lay_out() {
     widest_qkv = qkv_size_ > widest_qkv ? qkv_size_ : widest_qkv;
     widest_query = query_size_ > widest_query ? query_size_ : widest_query;
     widest_row = kv_size_ > widest_row ? kv_size_ : widest_row;
+    const Latent& latent = layer.latent;
+    int64_t query = latent.rotary + latent.unrotated, wider = query > latent.value_size ? query : latent.value_size;
+    widest_head = latent.rank && wider > widest_head ? wider : widest_head;
     const PackedLinear* linears[] = {&layer.qkv, &layer.output, &layer.mlp.gate_up, &layer.mlp.down, &layer.router,
                                      &layer.shared.gate_up, &layer.shared.down, &layer.shared_gate,
-                                     &layer.input_gate, &layer.input_projection,
+                                     &layer.input_gate, &layer.input_projection, &latent.query,
                                      layer.experts ? &layer.experts->gate_up : &layer.router};
     for (const PackedLinear* linear : linears) {
       inputs = widest_input(kernels_, *linear, inputs);
@@ -144,6 +155,8 @@ void StepRun::lay_out() {
   }
   qkv_ = arena_.take<float>(tokens * widest_qkv);
   mixed_ = arena_.take<float>(tokens * widest_query);
+  queries_ = widest_head ? arena_.take<float>(tokens * widest_query) : nullptr;
+  heads_ = arena_.take<float>(tokens * m.num_heads * widest_head);
   for (int i = 0; i < 3; i++) inputs_[i] = i < most_parts ? arena_.take<uint8_t>(tokens * inputs) : nullptr;
   gate_up_ = most_parts > 1 ? arena_.take<float>(tokens * 2 * inner) : nullptr;
   // For the ranks of experts and of their groups.
@@ -179,6 +192,7 @@ void StepRun::find_pages() {
   plan_layers(0);
   int64_t room = 0;
   for (int i = 0; i < model_.num_layers; i++) {
+    if (!attends(model_.layers[i])) continue;
     const KvLayout& kv = model_.layers[i].kv;
     PagedAttention attention = {kv, nullptr, model_.num_heads, 0, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
     int64_t needed = kernels_.attention_scratch(attention);
@@ -191,6 +205,7 @@ void StepRun::find_pages() {
 void StepRun::plan_layers(int first) {
   int64_t partials = 0;
   for (int i = first; i < model_.num_layers; i++) {
+    if (!attends(model_.layers[i])) continue;
     int same = first;
     while (!have_same_plan(model_.layers[same], model_.layers[i])) same++;
     plans_[i] = same < i ? plans_[same] : plan_attention(model_.layers[i]);
@@ -220,84 +235,18 @@ void StepRun::find_angles() {
   });
 }
 
-// Writes the embeddings of all tokens.
-void StepRun::embed(float* out) {
-  const DecoderModel& m = model_;
-  each(step_.num_tokens, [&](int token, int) {
-    int64_t id = within(step_.token_ids[token], m.vocab_size);
-    float* to = out + static_cast<int64_t>(token) * m.hidden_size;
-    if (!m.embedding)
-      kernels_.unpack_row(m.packed_embedding, static_cast<int>(id), to);
-    else
-      look_up(m.embedding, id, m.hidden_size, to);
-    if (m.embedding_scale != 1.0f) kernels_.scale(to, m.embedding_scale, m.hidden_size);
-  });
-}
-
-// Writes a row of a table in the embedding's format.
-void StepRun::look_up(const uint8_t* table, int64_t row, int64_t size, float* out) {
-  if (model_.embedding_format == FORMAT_F32) {
-    memcpy(out, table + row * size * 4, static_cast<size_t>(size) * 4);
-    return;
-  }
-  const uint8_t* from = table + row * size * 2;
-  for (int64_t i = 0; i < size; i++) {
-    uint16_t half;
-    memcpy(&half, from + 2 * i, 2);
-    uint32_t bits = static_cast<uint32_t>(half) << 16;
-    memcpy(out + i, &bits, 4);
-  }
-}
-
-// Computes the inputs of all layers, from the tokens and from x.
-void StepRun::find_layer_inputs() {
-  const DecoderModel& m = model_;
-  int64_t width = static_cast<int64_t>(m.num_layers) * m.input_size;
-  layer_inputs_ = arena_.take<float>(step_.num_tokens * width);
-  Prepared inputs = prepare(m.input_linear, x_, m.hidden_size, step_.num_tokens, Norm{});
-  product(m.input_linear, inputs, layer_inputs_, width, OUTPUT_STORE);
-  float** embedded = arena_.take<float*>(threads_.num());
-  for (int i = 0; i < threads_.num(); i++) embedded[i] = arena_.take<float>(width);
-  float scale = 1.0f / std::sqrt(static_cast<float>(m.hidden_size));
-  each(step_.num_tokens, [&](int token, int thread) {
-    float *to = layer_inputs_ + token * width, *added = embedded[thread];
-    look_up(m.input_embedding, within(step_.token_ids[token], m.input_vocab_size), width, added);
-    kernels_.scale(added, m.input_embedding_scale, static_cast<int>(width));
-    kernels_.scale(to, scale, static_cast<int>(width));
-    for (int64_t i = 0; i < width; i += m.input_size) norm(m.input_linear_norm, to + i, m.input_size, to + i);
-    kernels_.add(to, added, static_cast<int>(width));
-    kernels_.scale(to, std::sqrt(0.5f), static_cast<int>(width));
-  });
-}
-
-// Adds the embeddings of all tokens' positions.
-void StepRun::add_positions(float* out) {
-  int64_t size = model_.hidden_size;
-  each(num_page_items_, [&](int item, int) {
-    const PageItem& page = page_items_[item];
-    const AttentionRow& row = rows_[page.row];
-    for (int position = page.begin; position < page.end; position++) {
-      int64_t token = row.token + position - row.start;
-      kernels_.add(out + token * size, model_.position_table + (position + model_.position_offset) * size,
-                   model_.hidden_size);
-    }
-  });
-}
-
-// Computes the input of a draft head: the given hidden states, or features through `fc`.
-void StepRun::take_hidden() {
-  if (step_.hidden) return copy_rows(step_.hidden, step_.num_tokens, x_, model_.hidden_size);
-  int64_t columns = model_.fc.parts[0].columns;
-  Prepared inputs = prepare(model_.fc, step_.features_in, columns, step_.num_tokens, Norm{});
-  product(model_.fc, inputs, x_, model_.hidden_size, OUTPUT_STORE);
-}
-
-// Copies the input of a layer, if it is requested as a feature.
+// Copies the input of a layer, if it is requested as a feature; after the last layer, x after the norm.
 void StepRun::record(int layer) {
-  for (int i = 0; i < step_.num_features; i++)
-    if (step_.feature_layers[i] == layer)
-      copy_rows(x_, step_.num_tokens, step_.features + i * model_.hidden_size,
-                static_cast<int64_t>(step_.num_features) * model_.hidden_size);
+  int64_t stride = static_cast<int64_t>(step_.num_features) * model_.hidden_size;
+  for (int i = 0; i < step_.num_features; i++) {
+    if (step_.feature_layers[i] != layer) continue;
+    float* to = step_.features + i * model_.hidden_size;
+    copy_rows(x_, step_.num_tokens, to, stride);
+    if (layer < model_.num_layers) continue;
+    each(step_.num_tokens, [&](int row, int) {
+      norm(model_.norm, to + row * stride, model_.hidden_size, to + row * stride);
+    });
+  }
 }
 
 // Copies contiguous rows of x to rows that are `stride` apart.
@@ -371,6 +320,9 @@ PENSTOCK_API void penstock_step_begin(penstock::Program* program, const penstock
   program->begin(*step, num_threads);
 }
 PENSTOCK_API void penstock_step_finish(penstock::Program* program) { program->finish(); }
+PENSTOCK_API void penstock_commit(penstock::Program* program, const penstock::StateRows* rows) {
+  program->commit(*rows);
+}
 PENSTOCK_API void penstock_step(penstock::Program* program, const penstock::Step* step, int32_t num_threads) {
   program->begin(*step, num_threads);
   program->finish();

@@ -17,6 +17,9 @@ struct PageItem {
   int32_t row, begin, end;
 };
 
+// Ids are checked at admission. Clamping makes sure that an id out of range never becomes an address.
+inline int within(int64_t id, int num) { return id < 0 ? 0 : id < num ? static_cast<int>(id) : num - 1; }
+
 // The routing of tokens to experts. A pair is a token and one of its experts; the pairs of a token are adjacent.
 struct Routing {
   int num_pairs;
@@ -35,6 +38,19 @@ struct LoraTarget {
   LoraModule module;
   int64_t column;
   int64_t step;
+};
+
+// Parts of rows, one for each head. Strides are in floats.
+struct HeadRows {
+  float* data;
+  int64_t row_stride, head_stride;
+};
+
+// What the state of a recurrent layer reads of its tokens: rows of floats, and the first columns of its parts.
+struct RecurrentInputs {
+  const float* data;
+  int64_t stride;
+  int inputs, beta, decay;  // see Recurrent
 };
 
 // The division of attention for one window into items.
@@ -56,6 +72,7 @@ class StepRun {
   // Everything before tokens are chosen.
   void begin();
   void finish();
+  void commit(const StateRows& rows);
 
  private:
   // model/step.cpp
@@ -63,11 +80,6 @@ class StepRun {
   void find_pages();
   void plan_layers(int first);
   void find_angles();
-  void embed(float* out);
-  void look_up(const uint8_t* table, int64_t row, int64_t size, float* out);
-  void find_layer_inputs();
-  void add_positions(float* out);
-  void take_hidden();
   void record(int layer);
   void copy_rows(const float* x, int rows, float* out, int64_t stride);
   void lay_out_head();
@@ -75,10 +87,18 @@ class StepRun {
   void score(int begin);
   void pool();
 
+  // model/inputs.cpp
+  void embed(float* out);
+  void look_up(const uint8_t* table, int64_t row, int64_t size, float* out);
+  void find_layer_inputs();
+  void add_positions(float* out);
+  void take_hidden();
+
   // model/layer.cpp
   void layer(const DecoderLayer& layer, int index);
   void take_sizes(const DecoderLayer& layer);
-  Prepared prepare_joined(const DecoderLayer& layer);
+  Prepared prepare_joined(const PackedLinear& linear, const Norm& embedding_norm, const float* hidden,
+                          const Norm& hidden_norm);
   void rotate_and_write(const DecoderLayer& layer, uint8_t* pages);
   void write_kv(const DecoderLayer& layer, uint8_t* page, int slot, int tokens, const float* keys, float* values);
   void attend(const DecoderLayer& layer, uint8_t* pages);
@@ -92,6 +112,22 @@ class StepRun {
   void mlp(const PackedMlp& mlp, int inner, const Norm& norm, float* out, OutputMode mode);
   void add_sublayer(const Norm& post_norm);
   void norm(const Norm& norm, const float* x, int size, float* out);
+
+  // model/latent.cpp
+  void find_latents(const DecoderLayer& layer, uint8_t* pages);
+  const float* expand_latents(const Latent& latent);
+  void multiply_heads(const Matrix* matrices, const HeadRows& x, const HeadRows& out);
+
+  // model/recurrent.cpp
+  void recur(const DecoderLayer& layer, int index);
+  void keep_uncertain(const Recurrent& mixer, const RecurrentInputs& inputs, int index);
+  void advance(const Recurrent& mixer, const RecurrentInputs& inputs, const StateRows& rows, float* out,
+               int64_t out_stride);
+  void convolve(const Recurrent& mixer, const RecurrentInputs& inputs, const StateRows& rows, float* out,
+                int64_t out_stride, float* gates);
+  void find_gates(const Recurrent& mixer, const float* betas, const float* decays, float* gates);
+  void scan(const Recurrent& mixer, const StateRows& rows, const float* mixed, const float* gates, float* out,
+            int64_t out_stride);
 
   // model/moe.cpp
   void experts(const DecoderLayer& layer);
@@ -147,10 +183,12 @@ class StepRun {
 
   int num_rows_;  // of x: all tokens; later only the requested ones
   bool only_wanted_ = false;  // whether they are the requested ones
+  bool ends_in_feature_ = false;  // whether x after the last norm is requested of every token
   int first_without_kv_;      // from this layer on, none has keys and values of its own
   int num_kv_heads_, head_dim_, query_size_, kv_size_, qkv_size_;  // of the current layer
   float *embeddings_, *joined_;  // for a draft head
   float *x_, *qkv_, *mixed_, *delta_, *gate_up_, *inner_;
+  float *queries_, *heads_;  // with latent attention: queries of the vectors that it caches; queries before, values after
   float** row_room_;  // per thread: room for one row of any kind
   int64_t row_floats_;
   uint8_t* inputs_[3];
@@ -162,6 +200,7 @@ class StepRun {
   int64_t most_angles_;  // cosines and sines of a token for the rope with the most
   float* angles_;  // (ropes, T, most_angles_): cosines, then sines
   AttentionPlan* plans_;  // one per layer
+  float** kept_ = nullptr;  // for each recurrent layer: what it read of tokens that may be committed
   uint8_t** kernel_room_;  // per thread: scratch memory of attention, then of sampling
   float* partials_;
   float* logits_;  // of the requested rows that the head computes at once

@@ -11,6 +11,8 @@
 
 #include "attention/attention.h"
 
+#include "recurrent/recurrent.h"
+
 #include "sampling/sample.h"
 
 namespace PENSTOCK_LEVEL {
@@ -19,7 +21,8 @@ static const penstock::Kernels TABLE = {
     PENSTOCK_LEVEL_NAME,
     panel_bytes, input_bytes, pack_panel, pack_panel_bf16, pack_panel_codes, unpack_row, prepare,
     product, product_rows,
-    rms_norm, layer_norm, add, scale, soft_cap, gated, activated, rotate, write_kv,
+    rms_norm, layer_norm, add, scale, soft_cap, gated, activated, multiply, multiply_sigmoid, convolve, scan_state,
+    rotate, write_kv,
     attention_scratch, partial_floats, attend, merge,
     sampling_scratch, sample, logprobs,
 };

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from without_gpu.bare_machine import write_sitecustomize
 
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 
@@ -23,13 +24,14 @@ if not find_spec("triton"):
 
 from penstock.models.backends.cuda import backend
 
-FOLDER_OF_DRIVER = Path(__file__).parent
+SUPPORT = Path(__file__).parents[3] / "support"
+OLDEST_TRITON = Path(__file__).parents[4] / "build" / "oldest-triton"
 ADA = "89", str(99 << 10)
 
 # What a service does: it starts, and runs steps of all kinds. The steps of decoding are counted last.
 STEPS = """
 import json, sys
-from fake_gpu import FakeGpu
+from without_gpu.fake_gpu import FakeGpu
 gpu = FakeGpu(int(sys.argv[1]), int(sys.argv[2]))
 gpu.install()
 from penstock.kernels.cuda.core.launch import launches
@@ -66,10 +68,13 @@ print(json.dumps([launches.late, gpu.launched, max(stages)]))
 """
 
 
-def run(folder: Path, *arguments: str) -> Any:
-    """What the steps print. Nothing is in Triton's cache."""
+def run(folder: Path, *arguments: str, packages: Path | None = None) -> Any:
+    """What the steps print, with the packages of a machine with a GPU; those in a folder come first. Nothing is in
+    Triton's cache."""
+    write_sitecustomize(folder)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(FOLDER_OF_DRIVER)}
+    path = os.pathsep.join(map(str, filter(None, (folder, packages, SUPPORT))))
+    environment |= {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": path}
     command = [sys.executable, "-P", "-c", STEPS, *arguments]
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -77,9 +82,23 @@ def run(folder: Path, *arguments: str) -> Any:
 
 
 @pytest.mark.timeout(600)
-def test_a_gpu_with_less_shared_memory_runs_all_that_hopper_runs(tiny_model, tmp_path):
+@pytest.mark.parametrize(
+    "packages",
+    [
+        None,
+        pytest.param(
+            OLDEST_TRITON,
+            marks=[
+                pytest.mark.soak,
+                pytest.mark.skipif(not OLDEST_TRITON.exists(), reason="`make soak` installs it"),
+            ],
+        ),
+    ],
+    ids=["installed", "oldest"],
+)
+def test_a_gpu_with_less_shared_memory_runs_all_that_hopper_runs(packages, tiny_model, tmp_path):
     model = tiny_model("llama-tied-biases-head24")
-    late, launched, dropped_stages = run(tmp_path, *ADA, str(model.path))
+    late, launched, dropped_stages = run(tmp_path, *ADA, str(model.path), packages=packages)
     assert late == 0, "a kernel was compiled after the warm-up"
     assert dropped_stages > 0, "all kernels fit: this tests nothing"
     layers = model.module.config.num_hidden_layers

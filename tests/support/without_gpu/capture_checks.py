@@ -27,12 +27,20 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        with self:  # an operation that consists of others is not one of WAITS, but one of the others may be
+            made = func.decompose(*args, **(kwargs or {}))
+        if made is not NotImplemented:
+            return made
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Calls an operation that consists of no others."""
         reason = WAITS.get(func)
         if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
             masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
             reason = "selects by a mask, whose sum the host needs" if masks else None
         assert reason is None, f"a CUDA graph cannot capture {func}: it {reason}"
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def check_captures(monkeypatch: pytest.MonkeyPatch) -> None:

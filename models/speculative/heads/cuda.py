@@ -1,4 +1,4 @@
-"""An EAGLE-3 head on the CUDA kernels. Small steps that choose drafts are CUDA graphs."""
+"""A draft head on the CUDA kernels. Small steps that choose drafts are CUDA graphs."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,6 +14,7 @@ from penstock.kernels.cuda.core.launch import launches
 from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.norm import rms_norm
 from penstock.models.backends.base import Backend
+from penstock.models.backends.cuda.attention import TritonAttention
 from penstock.models.backends.cuda.backend import CudaBackend
 from penstock.models.backends.cuda.features import DeviceFeatures, tensors
 from penstock.models.backends.cuda.graphs import VERIFYING_STEPS, StepGraphs, decoding_sizes
@@ -23,11 +24,11 @@ from penstock.models.backends.cuda.shapes import shape_of
 from penstock.models.backends.cuda.step_io import ArrayLayout, Size
 from penstock.models.backends.memory import allocated
 from penstock.models.backends.tensor_parallel import ALONE
-from penstock.models.backends.torch_common.weights import RmsNorm
+from penstock.models.backends.torch_common.weights import Mlp, RmsNorm, unchanged
 from penstock.models.batch.rows import Ids
-from penstock.models.checkpoint.eagle import EagleCheckpoint
-from penstock.models.speculative.eagle.head import HeadDraft, HeadResult, HeadStep, ids_on_host
-from penstock.models.speculative.eagle.torch_common import DrawTensors, HeadWeights, draw_drafts, load_head_weights
+from penstock.models.checkpoint.draft_head import HeadCheckpoint
+from penstock.models.speculative.heads.head import HeadDraft, HeadResult, HeadStep, ids_on_host
+from penstock.models.speculative.heads.torch_common import DrawTensors, HeadWeights, draw_drafts, load_head_weights
 from penstock.scheduler.worker_config import WorkerConfig
 
 Made = tuple[Tensor, Tensor]
@@ -103,13 +104,15 @@ def _layout(size: Size) -> ArrayLayout:
 
 
 class HeadLayer(CudaModel):
-    """The head as a model of one layer, whose queries, keys and values are computed from two inputs."""
+    """The head as a model of one layer. An EAGLE-3 head computes queries, keys and values from an embedding and hidden
+    states side by side; an MTP head computes the layer's input from both."""
 
-    def __init__(self, head: EagleCheckpoint, weights: HeadWeights, pages: Tensor, shape: ModelShape) -> None:
+    def __init__(self, head: HeadCheckpoint, weights: HeadWeights, pages: Tensor, shape: ModelShape) -> None:
         """``pages`` is (1, pages, 2, K, 16, D)."""
         linears = CudaLinears(head.info, None, pages.device, deterministic=False)
-        super().__init__(head.spec, weights.common, list(pages), shape, ALONE, linears)
-        self._hidden_norm = weights.hidden_norm
+        attention = TritonAttention(shape, pages.device)
+        super().__init__(head.spec, weights.common, list(pages), shape, ALONE, linears, attention)
+        self._fc, self._embedding_norm, self._hidden_norm = weights.fc, weights.embedding_norm, weights.hidden_norm
 
     def continue_from(self, x: Tensor, inputs: HeadInputs, size: Size) -> Made:
         """Continues from (T, hidden), which is not modified. Writes the keys and values of every token that has a slot,
@@ -118,35 +121,43 @@ class HeadLayer(CudaModel):
         embeddings = functional.embedding(inputs.part(size, "token_ids"), self._weights.embedding)
         before = x.new_empty(len(x), 2 * hidden)
         for source, norm, half in (
-            (embeddings, layer.before_attention, before[:, :hidden]),
+            (embeddings, self._embedding_norm or layer.before_attention, before[:, :hidden]),
             (x, self._hidden_norm, before[:, hidden:]),
         ):
             assert isinstance(norm, RmsNorm)
             rms_norm(source, norm.weight, spec.norm_eps, half)
+        if self._embedding_norm is not None:
+            x = self._fc(before)
+            before = self._normed(x, None, None, layer.before_attention)
         query = x.new_empty(len(x), spec.num_heads, spec.head_dim)
         self._write_kv(0, layer, before, inputs.part(size, "positions"), inputs.part(size, "slots", torch.int64), query)
         if not size.sampled:
             return x[:0], x[:0]
         rows, mixed = inputs.rows(size), torch.zeros_like(query)
-        self._attend(0, query, rows, self._plan(rows, size.longest)[None], mixed, size.longest)
+        attend = self._attention.plan(rows, size.longest)
+        attend(None, query, self._kv[0], mixed)
         sampled = inputs.part(size, "sampled", torch.int64)
-        x = x.index_select(0, sampled)
-        y = self._normed(x, layer.output(mixed.flatten(1).index_select(0, sampled)), None, layer.before_mlp)
-        y = self._normed(x, self._mlp(layer.mlp, y, rows.query_starts), None, self._weights.norm)
-        return x, y
+        mixed = mixed.flatten(1)
+        has_experts = not isinstance(layer.mlp, Mlp)  # their kernels need the tokens of whole sequences
+        if not has_experts:
+            x, mixed = x.index_select(0, sampled), mixed.index_select(0, sampled)
+        y = self._normed(x, layer.output(mixed), layer.after_attention, layer.before_mlp)
+        y = self._normed(x, self._mlp(layer.mlp, y, rows.query_starts), layer.after_mlp, self._weights.norm)
+        return (x.index_select(0, sampled), y.index_select(0, sampled)) if has_experts else (x, y)
 
 
 class CudaHead:
-    """An ``EagleHead``. Its features and hidden states are ``DeviceFeatures``."""
+    """A ``DraftHead``. Its features and hidden states are ``DeviceFeatures``."""
 
-    def __init__(self, head: EagleCheckpoint, weights: HeadWeights, pages: Tensor, shape: ModelShape) -> None:
+    def __init__(self, head: HeadCheckpoint, weights: HeadWeights, pages: Tensor, shape: ModelShape) -> None:
         self._layer = HeadLayer(head, weights, pages, shape)
-        self._fc = weights.fc
+        self._fc = weights.fc if weights.embedding_norm is None else unchanged
+        """Maps features to what the layer continues from. An MTP head continues from its features."""
         self._target_ids = weights.target_ids
         self._device = device = pages.device
         self._inputs = HeadInputs(shape, device)
         # The inputs of the graphs.
-        widths, dtype = (head.spec.fc_columns, head.spec.hidden_size), weights.common.embedding.dtype
+        widths, dtype = (head.spec.feature_columns, head.spec.hidden_size), weights.common.embedding.dtype
         self._features, self._hidden = (
             torch.zeros(max(VERIFYING_STEPS[-1], shape.max_sequences), width, dtype=dtype, device=device)
             for width in widths
@@ -220,19 +231,19 @@ class CudaHead:
             self._next.capture(decoding)
 
 
-def load_head(config: WorkerConfig, head: EagleCheckpoint, backend: Backend) -> CudaHead:
+def load_head(config: WorkerConfig, head: HeadCheckpoint, backend: Backend) -> CudaHead:
     """Loads the head for a model on the CUDA backend. Raises ModelError."""
     assert isinstance(backend, CudaBackend), "a head runs on its model's backend"
     assert config.speculation is not None
     spec, facts, embedding = head.spec, backend.facts, backend.embedding
-    weights = load_head_weights(config, head, facts.dtype, embedding)
+    weights = load_head_weights(config, head, facts.dtype, embedding, backend.head, backend.num_logits)
     # The tokens of a step, and those of an unfinished block that each row has not read yet.
     max_tokens = facts.max_num_batched_tokens + facts.max_num_seqs * PAGE_SLOTS
     shape = shape_of(
         spec,
         embedding.dtype,
         embedding.dtype,
-        spec.head_rows,
+        len(weights.target_ids),
         facts.max_model_len,
         facts.max_num_seqs,
         max_tokens,

@@ -1,5 +1,5 @@
-"""Drafts by an EAGLE-3 head, which continues from the model's own hidden states. Its keys and values have the model's
-block numbers, so rows that share a prefix share the head's keys and values too."""
+"""Drafts by an EAGLE-3 or MTP head, which continues from the model's own hidden states. Its keys and values have the
+model's block numbers, so rows that share a prefix share the head's keys and values too."""
 
 import logging
 import math
@@ -17,42 +17,51 @@ from penstock.models.backends.base import Backend
 from penstock.models.batch.batch import Batch, FeatureLines
 from penstock.models.batch.rows import Ids, Row, RowTable
 from penstock.models.checkpoint.checkpoint import check_checkpoint
-from penstock.models.checkpoint.eagle import EagleCheckpoint, check_head
+from penstock.models.checkpoint.draft_head import HeadCheckpoint
+from penstock.models.checkpoint.eagle import check_eagle_head
+from penstock.models.checkpoint.mtp import check_mtp_head
 from penstock.models.speculative.draft_model import directory, with_kv_room
 from penstock.models.speculative.drafter import Drafter, Proposal, Wanted
-from penstock.models.speculative.eagle.head import NO_DRAWS, Draws, EagleHead, HeadDraft, HeadResult, HeadStep
-from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
+from penstock.models.speculative.heads.head import NO_DRAWS, DraftHead, Draws, HeadDraft, HeadResult, HeadStep
+from penstock.scheduler.worker_config import DraftMethod, WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
 
-LoadHead = Callable[[WorkerConfig, EagleCheckpoint, Backend], EagleHead]
+LoadHead = Callable[[WorkerConfig, HeadCheckpoint, Backend], DraftHead]
 
 HEADS = {
-    "cpu": "penstock.models.speculative.eagle.cpu",
-    "cuda": "penstock.models.speculative.eagle.cuda",
-    "reference": "penstock.models.speculative.eagle.reference",
+    "cpu": "penstock.models.speculative.heads.cpu",
+    "cuda": "penstock.models.speculative.heads.cuda",
+    "reference": "penstock.models.speculative.heads.reference",
 }
 """The module with the ``load_head`` of each backend."""
 
 
 def with_room(config: WorkerConfig) -> WorkerConfig:
     """Returns a config with room for the head's KV and with its feature layers. Raises ModelError."""
-    info = check_checkpoint(Path(config.model), weights=False)
-    head = check_head(directory(config), info.spec)
-    config = with_kv_room(config, info.dtype, head.spec)
+    head, dtype = _check(config)
+    config = with_kv_room(config, dtype, head.spec)
     return msgspec.structs.replace(config, feature_layers=head.feature_layers)
 
 
-def load(config: WorkerConfig, backend: Backend) -> "EagleDrafter":
+def load(config: WorkerConfig, backend: Backend) -> "HeadDrafter":
     """Loads the drafter that the config names. Raises ModelError."""
-    facts = backend.facts
-    head = check_head(directory(config), check_checkpoint(Path(config.model), weights=False).spec)
+    facts, (head, _) = backend.facts, _check(config)
     load_head: LoadHead = import_module(HEADS[facts.backend]).load_head
     logger.info(
-        "drafts come from the EAGLE-3 head %s, which reads hidden states before layers %s",
+        "drafts come from the head in %s, which reads hidden states before layers %s",
         head.info.path, ", ".join(map(str, head.feature_layers)),
     )  # fmt: skip
-    return EagleDrafter(load_head(config, head, backend), head, facts)
+    return HeadDrafter(load_head(config, head, backend), head, facts)
+
+
+def _check(config: WorkerConfig) -> tuple[HeadCheckpoint, str]:
+    """Checks the head that the config names. Returns it and the model's dtype. Raises ModelError."""
+    assert config.speculation is not None
+    info = check_checkpoint(Path(config.model), weights=False)
+    if config.speculation.method is DraftMethod.MTP:
+        return check_mtp_head(info), info.dtype
+    return check_eagle_head(directory(config), info.spec), info.dtype
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +102,7 @@ class _HeadSpan(NamedTuple):
     token_ids: list[int]
 
 
-class EagleDrafter(Drafter):
+class HeadDrafter(Drafter):
     """Proposes what the head chooses, one step of the head per token. Drawn tokens use the model's noise.
 
     The head reads a prompt while the model computes it. It has a cached prefix too if it read those blocks when the
@@ -102,7 +111,7 @@ class EagleDrafter(Drafter):
 
     by_rounds = True
 
-    def __init__(self, head: EagleHead, checkpoint: EagleCheckpoint, facts: WorkerFacts) -> None:
+    def __init__(self, head: DraftHead, checkpoint: HeadCheckpoint, facts: WorkerFacts) -> None:
         self._head = head
         self.feature_layers = checkpoint.feature_layers
         self._block_size = facts.block_size

@@ -1,4 +1,4 @@
-"""The weights of an EAGLE-3 head in torch, and the choice of its drafts: as ``sampler`` chooses tokens, but without
+"""The weights of a draft head in torch, and the choice of its drafts: as ``sampler`` chooses tokens, but without
 penalties and filters. Nothing here waits for the device."""
 
 from dataclasses import dataclass
@@ -10,10 +10,12 @@ from torch import Tensor
 from penstock.kernels.reference.sampling import keyed_gumbel
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.backends.memory import check_weights_fit
-from penstock.models.backends.torch_common.loader import FileSource, load_weights
-from penstock.models.backends.torch_common.weights import DenseLinear, RmsNorm, Weights
-from penstock.models.checkpoint.eagle import FC, HIDDEN_NORM, EagleCheckpoint
-from penstock.models.speculative.eagle.head import Draws
+from penstock.models.backends.torch_common.loader import load_weights
+from penstock.models.backends.torch_common.sources import FileSource
+from penstock.models.backends.torch_common.weights import DenseLinear, Linear, RmsNorm, SharedWeights, Weights
+from penstock.models.checkpoint.draft_head import FC, HeadCheckpoint
+from penstock.models.checkpoint.mtp import EMBEDDING_NORM, MtpSpec
+from penstock.models.speculative.heads.head import Draws
 from penstock.scheduler.worker_config import WorkerConfig
 
 
@@ -23,26 +25,35 @@ class HeadWeights:
 
     common: Weights
     fc: DenseLinear
-    """Maps features to the hidden states that the layer continues from."""
+    """Maps features, or an embedding and hidden states side by side, to what the layer continues from."""
+    embedding_norm: RmsNorm | None
+    """The norm of embeddings before ``fc``; None for an EAGLE-3 head."""
     hidden_norm: RmsNorm
     target_ids: Tensor
     """(draft vocabulary,) int64: the model's ids of the head's tokens."""
 
 
-def load_head_weights(config: WorkerConfig, head: EagleCheckpoint, dtype_name: str, embedding: Tensor) -> HeadWeights:
-    """Loads the weights onto the device and in the dtype of the model's ``embedding``, which the head uses if it has
-    none of its own. Raises ModelError."""
+def load_head_weights(
+    config: WorkerConfig, head: HeadCheckpoint, dtype_name: str, embedding: Tensor, output: Linear, num_logits: int
+) -> HeadWeights:
+    """Loads the weights onto the device and in the dtype of the model's ``embedding``. The head uses that and the
+    model's ``output`` head, which has ``num_logits`` rows, where it has none of its own. Raises ModelError."""
     spec, dtype, device = head.spec, embedding.dtype, embedding.device
-    check_weights_fit(config, "the EAGLE-3 head", spec.num_parameters * dtype.itemsize, dtype_name)
-    shared = None if spec.has_embedding else embedding
-    common = load_weights(head.info, dtype, device, "auto", spec.head_rows, embedding=shared)
+    check_weights_fit(config, "the draft head", spec.num_parameters * dtype.itemsize, dtype_name)
+    shared = SharedWeights(None if spec.has_embedding else embedding, None if spec.has_head else output)
+    common = load_weights(head.info, dtype, device, "auto", spec.head_rows, shared=shared)
     source = FileSource(head.info)
     fc = torch.empty(spec.hidden_size, spec.fc_columns, dtype=dtype, device=device)
     source.fill(f"{FC}.weight", fc)
-    norm = torch.empty_like(common.norm.weight)
-    source.fill(HIDDEN_NORM, norm)
-    target_ids = torch.from_numpy(head.target_ids).to(device)
-    return HeadWeights(common, DenseLinear(fc), RmsNorm(norm, spec.norm_eps), target_ids)
+
+    def norm(name: str) -> RmsNorm:
+        weight = torch.empty_like(common.norm.weight)
+        source.fill(name, weight)
+        return RmsNorm(weight.add_(spec.norm_offset), spec.norm_eps)
+
+    embedding_norm = norm(EMBEDDING_NORM) if isinstance(spec, MtpSpec) else None
+    target_ids = torch.from_numpy(head.target_ids if spec.has_head else head.target_ids[:num_logits]).to(device)
+    return HeadWeights(common, DenseLinear(fc), embedding_norm, norm(spec.hidden_norm), target_ids)
 
 
 class DrawTensors(NamedTuple):

@@ -1,4 +1,4 @@
-"""The interface of EAGLE-3 heads: the inputs and results of a step as arrays, on any backend."""
+"""The interface of draft heads: the inputs and results of a step as arrays, on any backend."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,7 +96,7 @@ class HeadResult(NamedTuple):
     """(S, hidden): what the next step continues from."""
 
 
-class EagleHead(Protocol):
+class DraftHead(Protocol):
     """A loaded head, with pages for its keys and values. Not thread safe."""
 
     def reset_blocks(self, block_ids: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head on the CPU library. Imports no tensor library."""
+"""A draft head on the CPU library. Imports no tensor library."""
 
 import ctypes
 import math
@@ -12,29 +12,30 @@ from penstock.kernels.cpu.program import Library, Memory, Step
 from penstock.models.backends.base import Backend
 from penstock.models.backends.cpu.backend import CpuBackend
 from penstock.models.backends.cpu.loading import DTYPES, SMALL_STEP
-from penstock.models.backends.cpu.model import CpuModel, StorageFormats, block_bytes, load_model, max_weight_bytes
+from penstock.models.backends.cpu.model import CpuModel, load_model
+from penstock.models.backends.cpu.sizes import StorageFormats, block_bytes, max_weight_bytes
 from penstock.models.backends.cpu.weights import FileTensors
 from penstock.models.backends.memory import allocated, check_weights_fit
-from penstock.models.checkpoint.eagle import EagleCheckpoint
+from penstock.models.checkpoint.draft_head import HeadCheckpoint
 from penstock.models.errors import ModelError
-from penstock.models.speculative.eagle.head import Draws, HeadDraft, HeadResult, HeadStep, ids_on_host, joined
+from penstock.models.speculative.heads.head import Draws, HeadDraft, HeadResult, HeadStep, ids_on_host, joined
 from penstock.scheduler.worker_config import WorkerConfig
 
 SamplingLines = np.dtype(SamplingRow)
 """``SamplingRow`` as a NumPy dtype."""
 
 
-class CpuEagleHead:
-    """An ``EagleHead`` of the CPU library."""
+class CpuHead:
+    """A ``DraftHead`` of the CPU library."""
 
     def __init__(
-        self, head: EagleCheckpoint, model: CpuModel, target: CpuModel, pages: Memory, num_threads: int
+        self, head: HeadCheckpoint, model: CpuModel, target: CpuModel, pages: Memory, num_threads: int
     ) -> None:
         self._kept = (model, target, pages)
         self._program = model.program(pages)
-        self._target_ids = head.target_ids
+        self._target_ids = head.target_ids[: model.model.num_logits]
         # Noise is read 16 entries at a time.
-        self._noise_ids = np.pad(head.target_ids, (0, -len(head.target_ids) % LANES)).astype(np.int32)
+        self._noise_ids = np.pad(self._target_ids, (0, -len(self._target_ids) % LANES)).astype(np.int32)
         self._hidden_size = head.spec.hidden_size
         self._num_threads = num_threads
         self._small_step = SMALL_STEP // head.spec.num_parameters
@@ -84,7 +85,7 @@ class CpuEagleHead:
         return sampled
 
 
-def load_head(config: WorkerConfig, head: EagleCheckpoint, backend: Backend) -> CpuEagleHead:
+def load_head(config: WorkerConfig, head: HeadCheckpoint, backend: Backend) -> CpuHead:
     """Loads the head for a model on the CPU backend. Raises ModelError."""
     assert isinstance(backend, CpuBackend), "a head runs on its model's backend"
     spec, facts, target = head.spec, backend.facts, backend.model
@@ -93,19 +94,19 @@ def load_head(config: WorkerConfig, head: EagleCheckpoint, backend: Backend) -> 
     kernels = find_kernels()
     assert kernels is not None, "the model uses them"
     max_bytes = max_weight_bytes(spec, formats, {}, kernels)
-    check_weights_fit(config, "the EAGLE-3 head", max_bytes, facts.dtype)
+    check_weights_fit(config, "the draft head", max_bytes, facts.dtype)
     library = Library(config.num_threads, cpus=config.thread_cpus, nodes=config.thread_nodes)
     tensors = FileTensors(head.info)
     try:
         model = load_model(spec, formats, tensors, library, kernels, max_bytes, spec.head_rows, facts.block_size)
     except MemoryError as error:
         raise ModelError(
-            f"the EAGLE-3 head's weights of {max_bytes >> 20} MiB cannot be allocated on cpu: raise the process's "
+            f"the draft head's weights of {max_bytes >> 20} MiB cannot be allocated on cpu: raise the process's "
             "limit (ulimit -v), or remove --speculative-config"
         ) from error
-    if not spec.has_embedding:
-        for name in ("embedding_format", "embedding", "packed_embedding"):
-            setattr(model.model, name, getattr(target.model, name))
+    shared = () if spec.has_embedding else ("embedding_format", "embedding", "packed_embedding")
+    for name in (*shared, *(() if spec.has_head else ("head", "num_logits"))):
+        setattr(model.model, name, getattr(target.model, name))
     with allocated(facts.num_blocks, "cpu"):
         pages = library.shared_memory(facts.num_blocks * block_bytes(spec, plain, facts.block_size))
-    return CpuEagleHead(head, model, target, pages, config.num_threads)
+    return CpuHead(head, model, target, pages, config.num_threads)

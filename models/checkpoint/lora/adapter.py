@@ -103,9 +103,16 @@ def adapted_linears(spec: ModelSpec) -> dict[AdaptedLinear, tuple[int, int]]:
     for layer in range(spec.num_layers):
         for module in MODULES:
             linear = AdaptedLinear(layer, module)
-            if (shape := shapes.get(f"{_name(linear)}.weight")) is not None:
+            shape = shapes.get(f"{_name(linear)}.weight")
+            if shape is not None and (module != "q_proj" or _unusual_queries(spec) is None):
                 found[linear] = (shape[0], shape[1])
     return found
+
+
+def _unusual_queries(spec: ModelSpec) -> str | None:
+    """Returns the kind of attention if its ``q_proj`` is not an ordinary linear: with latents, queries may come from a
+    latent too, and rows of a gate are between those of the queries. None if it is."""
+    return "latent attention" if spec.latent is not None else "gated attention" if spec.gated_attention else None
 
 
 def read_adapter(path: Path, spec: ModelSpec, max_rank: int) -> LoraAdapter:
@@ -199,6 +206,11 @@ def _pairs(
         halves[linear][match[3]] = entry
     shapes = adapted_linears(spec)
     for linear, half in halves.items():
+        if linear.module == "q_proj" and (attention := _unusual_queries(spec)) is not None:
+            raise ModelError(
+                f"{file}: changes {_name(linear)}, and adapters for q_proj of {attention} are not supported: train it "
+                "for other modules"
+            )
         if linear not in shapes:
             raise ModelError(
                 f"{file}: changes {_name(linear)}, which the model, {spec.architecture} with {spec.num_layers} layers, "

@@ -1,1 +1,0 @@
-"""EAGLE-3 draft heads on each backend."""

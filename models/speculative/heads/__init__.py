@@ -1,0 +1,1 @@
+"""Draft heads, which continue from the model's own hidden states, on each backend."""
