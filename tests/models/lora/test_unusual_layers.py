@@ -1,6 +1,8 @@
 """Adapters for models with latent attention or recurrent layers: their ordinary linears have adapters, and those for
 others are refused by name."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ HYBRIDS = {
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
 }
 MLP = ("gate_proj", "up_proj", "down_proj")
-KINDS = {
+KINDS: dict[str, tuple[dict[str, Any], ...]] = {
     "deepseek-v2": ({"modules": ("o_proj",)}, {"modules": ("o_proj", *MLP), "layers": (0,), "rank": 3}),
     "qwen3.5": ({"modules": ("k_proj", "v_proj", "o_proj", *MLP)}, {"modules": ("v_proj", "up_proj"), "rank": 3}),
     "lfm2": ({"modules": ("q_proj", "k_proj", "v_proj")}, {"modules": ("q_proj",), "rank": 3}),
