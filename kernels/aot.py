@@ -21,6 +21,7 @@ from penstock.kernels.cuda.activation import gated_activation_variant
 from penstock.kernels.cuda.attention.paged import attention_variants
 from penstock.kernels.cuda.core.launch import ALIGNMENT, FP8_CAPABILITY, TYPES, KernelVariant
 from penstock.kernels.cuda.gemv import gemv_variant
+from penstock.kernels.cuda.lora import lora_expand_variant, lora_shrink_variant
 from penstock.kernels.cuda.model_shapes import SHAPES, ModelShape
 from penstock.kernels.cuda.moe.fused_moe import fused_moe_variants
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
@@ -69,8 +70,25 @@ def variants(shape: ModelShape) -> Iterator[KernelVariant]:
     sampler = shape.sampler()
     yield from sampling_variants(sampler)
     yield from logprobs_variants(sampler)
+    if shape.lora_rank:
+        yield from _lora_variants(shape)
     yield accept_variant(sampler)
     yield commit_variant()
+
+
+def _lora_variants(shape: ModelShape) -> Iterator[KernelVariant]:
+    """The products of LoRA adapters with the linears of layers."""
+    rank = shape.lora_rank
+    for kind in shape.kinds:
+        query, kv = kind.num_heads * kind.head_dim, kind.num_kv_heads * kind.head_dim
+        num_kv = 0 if not kind.has_kv else 1 if kind.values_are_keys else 2
+        linears = [(kind.hidden_size, tuple(query + kv * n for n in range(num_kv + 1))), (query, (kind.hidden_size,))]
+        if kind.intermediate_size is not None:
+            inner = kind.intermediate_size
+            linears += [(kind.hidden_size, (inner, 2 * inner)), (inner, (kind.hidden_size,))]
+        for columns, ends in linears:
+            yield lora_shrink_variant(kind.dtype, columns, len(ends) * rank)
+            yield lora_expand_variant(kind.dtype, ends, rank)
 
 
 def _norm_variants(shape: ModelShape) -> Iterator[KernelVariant]:
@@ -165,11 +183,11 @@ class KernelResources:
 
 
 def wanted(shapes: Iterable[ModelShape]) -> dict[str, KernelVariant]:
-    """All variants that those models launch, by description and without duplicates. Includes fp8 KV and deterministic
-    mode."""
+    """All variants that those models launch, by description and without duplicates. Includes fp8 KV, deterministic mode
+    and LoRA adapters."""
     found: dict[str, KernelVariant] = {}
     for shape in shapes:
-        others = replace(shape, kv_dtype=torch.float8_e4m3fn), replace(shape, deterministic=True)
+        others = replace(shape, kv_dtype=torch.float8_e4m3fn, lora_rank=16), replace(shape, deterministic=True)
         for each in (shape, *others):
             for variant in chain(variants(each), float_variants(each)):
                 found.setdefault(describe(variant), variant)

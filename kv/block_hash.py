@@ -16,9 +16,11 @@ def _field(value: bytes) -> bytes:
     return len(value).to_bytes(8, "little") + value
 
 
-def tenant_salt(model: str, tenant: str) -> bytes:
-    """Returns 32 bytes that keep apart the cached blocks of two tenants or of two models."""
-    return hashlib.sha256(_field(_SALT_TAG) + _field(model.encode()) + _field(tenant.encode())).digest()
+def tenant_salt(model: str, tenant: str, adapter: bytes = b"") -> bytes:
+    """Returns 32 bytes that keep apart the cached blocks of two tenants, of two models or of two LoRA adapters.
+    ``adapter`` is the digest of the adapter; empty: there is none."""
+    fields = _field(_SALT_TAG) + _field(model.encode()) + _field(tenant.encode())
+    return hashlib.sha256(fields + (_field(adapter) if adapter else b"")).digest()
 
 
 def hash_blocks(token_ids: Sequence[int], block_size: int, salt: bytes, parent: bytes = b"") -> list[bytes]:

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from penstock.scheduler.plan import StepPlan, StepResult
+from penstock.scheduler.plan import AdapterLoad, AdapterLoaded, StepPlan, StepResult
 from penstock.scheduler.worker_config import WorkerFacts
 
 MAX_PLANS_IN_FLIGHT = 2
@@ -33,6 +33,10 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> None:
         """Sends a plan without waiting. Raises ExecutorError if the worker is known to be gone."""
+
+    async def load_adapter(self, load: AdapterLoad) -> AdapterLoaded:
+        """Loads a LoRA adapter while plans go on. Returns the answer. Raises ExecutorError if the worker is gone, or
+        ends before it answers."""
 
     def results(self) -> AsyncIterator[StepResult]:
         """Yields results in the order of the plans until the worker is gone; then raises ExecutorError, after the last

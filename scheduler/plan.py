@@ -97,6 +97,30 @@ class AddedRow(msgspec.Struct, array_like=True, gc=False):
     state_source: int = NO_SLOT
     """The slot with the state after ``num_computed`` tokens, which is copied to ``state_slot`` first; perhaps they are
     the same. ``NO_SLOT``: ``num_computed`` is 0, and the state begins with zeros."""
+    adapter: int = 0
+    """The slot of the LoRA adapter that it is computed with; 0: none."""
+
+
+class AdapterLoad(msgspec.Struct, array_like=True, frozen=True):
+    """Reads a LoRA adapter from a directory in peft's layout, checks it, and writes it to a slot that no row uses until
+    the answer. Beside plans: neither waits for the other. Answers come in the order of the loads."""
+
+    slot: int
+    """1 to ``WorkerFacts.max_loras``; 0: the adapter is only checked."""
+    path: str
+    digest: bytes = b""
+    """What the files must still have; empty: anything."""
+
+
+class AdapterLoaded(msgspec.Struct, array_like=True, frozen=True):
+    """The answer to an ``AdapterLoad``."""
+
+    rank: int = 0
+    """The largest rank of its matrices."""
+    digest: bytes = b""
+    """A sha256 of its files."""
+    error: str = ""
+    """Why it was not loaded, as a message for the operator; empty: it was."""
 
 
 class RowBlocks(msgspec.Struct, array_like=True, gc=False):

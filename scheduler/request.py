@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
+from penstock.scheduler.adapters import Adapter
 from penstock.scheduler.plan import Pooling, SamplingParams, TokenLogprobs
 
 
@@ -28,6 +29,8 @@ class EngineFinishReason(Enum):
     """Its grammar allowed a beginning that has no continuation."""
     SLOW_CONSTRAINT = auto()
     """Its grammar took too long to match, token after token."""
+    ADAPTER_FAILED = auto()
+    """Its LoRA adapter could not be loaded again."""
     INTERNAL = auto()
 
 
@@ -146,8 +149,7 @@ class SequenceDelta:
     logprobs: TokenLogprobs | None = None
     end: StopMatch | None = None
     text_lengths: list[int] | None = None
-    """The number of characters of the text that begin in each token, if there are ``logprobs``, or the request measures
-    its text."""
+    """The characters of the text that begin in each token, if there are ``logprobs`` or the request measures text."""
 
 
 @dataclass(slots=True)
@@ -310,9 +312,10 @@ class Request:
     """A time by ``time.monotonic()``."""
     hash_salt: bytes = b""
     """The salt of the block hashes, which output blocks need too."""
+    adapter: Adapter | None = None
+    """The LoRA adapter that its rows are computed with; None: the base model. ``hash_salt`` includes it."""
     pooling: Pooling | None = None
-    """If set, its prompts are embedded: each is a sequence and brings one ``Embedded``, and there is no output
-    (``max_tokens`` is 0)."""
+    """If set, each of its prompts is a sequence that brings one ``Embedded``, and no output: ``max_tokens`` is 0."""
     max_drafts: int = 0
     """The maximum number of drafts of a sequence in a step."""
     prediction: list[int] = field(default_factory=list)
@@ -325,8 +328,7 @@ class Request:
     supersedes: str = ""
     """The id of a live request of the same tenant that ends when this one enters the queue. Ignored if it has ended."""
     is_warm_up: bool = False
-    """Only its KV matters, for a later request. It does not count as a live request of its tenant, nor in the totals of
-    requests."""
+    """Only its KV matters, for a later request. It counts neither as its tenant's live request nor in totals."""
     num_paid_tokens: int = 0
     """Tokens of its prompts that are not charged to its tenant's token rate, because they were charged before."""
     measures_text: bool = False

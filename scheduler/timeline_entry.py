@@ -42,6 +42,8 @@ class WaitCause(Enum):
     """The result of its last step."""
     WORKER = auto()
     """The new worker."""
+    ADAPTER = auto()
+    """Its LoRA adapter, which is being loaded, or needs a slot."""
 
 
 class HoldCause(Enum):

@@ -52,6 +52,9 @@ drafted."""
 MAX_PREDICTED_DRAFTS = 32
 """The maximum number of drafts of a row with a prediction in a step, whatever else may be drafted."""
 
+MAX_LORA_RANK = 256
+"""The limit of ``max_lora_rank``."""
+
 MAX_BATCHED_TOKENS = 2048
 """The maximum number of tokens in a step, unless the operator sets a higher one."""
 
@@ -143,6 +146,10 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """The worker's log level: debug, info, warning or error."""
     log_format: str = "text"
     """text or json, one line per message."""
+    max_loras: int = 0
+    """The number of slots for LoRA adapters; 0: none can be used."""
+    max_lora_rank: int = 16
+    """The largest rank of an adapter."""
     speculation: SpeculationConfig | None = None
     """None: only tokens that grammars force or callers predict are drafted."""
     uses_predictions: bool = True
@@ -234,6 +241,8 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """The CPU instruction set of the kernels; empty where the backend does not choose one."""
     num_threads: int = 0
     """The number of compute threads, on a CPU; 0 on a GPU."""
+    max_loras: int = 0
+    """The number of slots for LoRA adapters, numbered from 1."""
     hidden_size: int = 1
     """The length of a row's vector."""
     tensor_parallel_size: int = 1

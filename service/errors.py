@@ -112,6 +112,7 @@ class Reason(Enum):
     TICKET_INVALID = "resume_from.ticket: it is damaged; send the ticket exactly as it was received"
     TICKET_MISMATCH = "the ticket in resume_from is for another model or request; send the request without it"
     NOT_RESUMABLE = "a request of this kind cannot be resumed; send it again without resume_from"
+    ADAPTER_FAILED = "the LoRA adapter could not be loaded again; ask the operator to unload it and load it again"
 
     def __init__(self, message: str, retry_after_ms: int | None = None) -> None:
         options = pb.ErrorReason.DESCRIPTOR.values_by_name[f"ERROR_REASON_{self.name}"].GetOptions()
@@ -220,8 +221,8 @@ def ending_status(reason: EngineFinishReason, message: str, request_id: str) -> 
     if reason in (EngineFinishReason.STOP, EngineFinishReason.LENGTH):
         return status_pb2.Status()
     named = Reason[reason.name]
-    # The text about a crash or an internal error is only for the log, where the request id finds it.
-    is_ours = named in (Reason.INTERNAL, Reason.WORKER_DIED, Reason.KILLED_WORKER)
+    # The text about a crash, an internal error or a path is only for the log, where the request id finds it.
+    is_ours = named in (Reason.INTERNAL, Reason.WORKER_DIED, Reason.KILLED_WORKER, Reason.ADAPTER_FAILED)
     return to_status(ServiceError(named, "" if is_ours else message), request_id)
 
 

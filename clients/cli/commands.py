@@ -62,6 +62,7 @@ COMMANDS = {
     "cancel": Command("penstock.clients.cli.admin.requests:cancel", "cancel live requests of a service"),
     "drain": Command("penstock.clients.cli.admin.command:drain", "refuse new requests and finish running ones"),
     "flush-cache": Command("penstock.clients.cli.admin.command:flush_cache", "drop the cached prefixes of a service"),
+    "adapters": Command("penstock.clients.cli.admin.adapters:main", "list, load and unload LoRA adapters of a service"),
     "settings": Command("penstock.clients.cli.admin.command:settings", "show or change a running service's limits"),
     "models": Command("penstock.service.app.supported_models:main", "list the models that can be served"),
     "doctor": Command("penstock.clients.cli.doctor:main", "show what this machine has and what is missing"),

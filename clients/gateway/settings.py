@@ -25,6 +25,8 @@ class GatewaySettings:
     """Whether requests without that header are refused."""
     allowed_hosts: AllowedHosts | None = None
     """The accepted values of ``Host`` if callers need no key; None: any."""
+    admin_target: str = ""
+    """The address of the service's administration, for the routes that load adapters; empty: there are none."""
     metrics_target: str = ""
     """The ``host:port`` of the service's metrics; empty: the gateway does not show them."""
     exposed_address: str = ""

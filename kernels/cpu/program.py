@@ -52,6 +52,12 @@ class PackedLinear(Structure):
     _fields_ = (("num_parts", c_int32), ("parts", Matrix * 3))
 
 
+class LoraPair(Structure):
+    """A LoRA adapter of one linear."""
+
+    _fields_ = (("a", Matrix), ("b", Matrix))
+
+
 class Rope(Structure):
     """The frequencies, the scale and the number of pairs of a rotary embedding."""
 
@@ -136,8 +142,9 @@ class DecoderModel(Structure):
         ("input_vocab_size", c_int32), ("input_embedding_scale", c_float), ("input_embedding", c_void_p),
         ("input_linear", PackedLinear), ("input_linear_norm", Norm),
         ("fc", PackedLinear), ("embedding_norm", Norm), ("hidden_norm", Norm), ("head", PackedLinear), ("norm", Norm),
-        ("layers", c_void_p), ("ropes", c_void_p), ("pages", c_void_p), ("page_bytes", c_int64), ("states", c_void_p),
-        ("state_floats", c_int64),
+        ("layers", c_void_p), ("ropes", c_void_p), ("pages", c_void_p), ("page_bytes", c_int64),
+        ("adapters", c_void_p), ("adapter_format", c_int32), ("adapter_rank", c_int32),
+        ("states", c_void_p), ("state_floats", c_int64),
     )  # fmt: skip
 
 
@@ -162,7 +169,7 @@ class Step(Structure):
         ("scored_top_ids", c_void_p), ("scored_tops", c_void_p), ("num_vectors", c_int32), ("num_pooled", c_int32),
         ("pooled", c_void_p), ("pooled_starts", c_void_p), ("vectors", c_void_p), ("num_features", c_int32),
         ("feature_layers", c_void_p), ("features", c_void_p), ("features_in", c_void_p), ("hidden", c_void_p),
-        ("hidden_out", c_void_p), ("states", StateRows),
+        ("hidden_out", c_void_p), ("adapters", c_void_p), ("states", StateRows),
     )  # fmt: skip
 
 

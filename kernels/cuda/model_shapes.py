@@ -110,6 +110,8 @@ class ModelShape:
     """Drafts per row that decodes; 0: nothing is drafted."""
     deterministic: bool = False
     """Whether a token's results are bitwise the same in every batch."""
+    lora_rank: int = 0
+    """The largest rank of LoRA adapters; 0: there are none."""
 
     @property
     def kinds(self) -> tuple["ModelShape", ...]:

@@ -16,6 +16,7 @@ from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.batch.row_states import StateCommit
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.info import CheckpointInfo
+from penstock.models.checkpoint.lora.adapter import LoraAdapter
 from penstock.models.errors import ModelError
 from penstock.scheduler.worker_config import DraftMethod, WorkerConfig, WorkerFacts
 
@@ -49,6 +50,10 @@ class Backend(Protocol):
 
     def copy_in(self, copies: list[tuple[int, int]]) -> None:
         """Copies slots of the host tier to blocks, bit for bit: pairs of slot and block. Later calls see the copies."""
+
+    def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        """Writes a LoRA adapter into a slot that no row uses, while batches run on another thread. Raises ModelError;
+        the slot must then be written again before a row uses it."""
 
     def prefault(self) -> None:
         """Allocates the memory that the first requests will write. Called once, after all measurements."""
@@ -90,6 +95,10 @@ class SynchronousBackend(ABC):
 
     runs_ahead, needs_tokens = False, False
     states: RecurrentStates | None = None
+
+    def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        """Never called: a backend without slots for adapters refuses them at the start."""
+        raise AssertionError("there are no slots for adapters")
 
     @abstractmethod
     def run(self, batch: Batch) -> BatchResult:
@@ -146,6 +155,7 @@ def shared_facts(
         "device": config.device,
         "hidden_size": spec.hidden_size,
         "tensor_parallel_size": config.tensor_parallel_size,
+        "max_loras": config.max_loras,
     }
 
 
@@ -163,13 +173,15 @@ class _Entry:
     """Whether it runs recurrent layers."""
     has_stages: bool = False
     """Whether it can be one of several stages. Its module then has ``load_stage``."""
+    has_adapters: bool = True
+    """Whether it has slots for LoRA adapters."""
 
 
 BACKENDS = {
     "cpu": _Entry("penstock.models.backends.cpu.backend", "cpu", "cpu", has_states=True, has_stages=True),
     "cuda": _Entry("penstock.models.backends.cuda.backend", "cuda", "cuda", has_stages=True),
     "reference": _Entry("penstock.models.backends.reference.backend", None, "torch", has_states=True, has_stages=True),
-    "transformers": _Entry("penstock.models.backends.transformers_module.backend", None, "torch"),
+    "transformers": _Entry("penstock.models.backends.transformers_module.backend", None, "torch", has_adapters=False),
 }
 """Backends by name. ``auto`` picks the first one that can run the model."""
 
@@ -257,6 +269,12 @@ def _why_not(name: str, module: ModuleType, config: WorkerConfig, info: Checkpoi
             f"{info.path / 'config.json'}: architectures names {info.spec.architecture}, which it does not have; the "
             f"closest is {nearest(info.config)}: give --backend {FOREIGN}, or leave it out"
         )
+    if config.max_loras and not BACKENDS[name].has_adapters:
+        return (
+            f"--max-loras is {config.max_loras}, and this backend has no LoRA adapters: leave it and --lora-modules out"
+        )
+    if config.max_loras and info.path.is_file():
+        return f"--max-loras is {config.max_loras}, and adapters for GGUF files are not supported: leave it out"
     if config.attention_backend != "triton" and name != "cuda":
         return f"--attention-backend {config.attention_backend} is for the cuda backend: leave it out"
     if config.pipeline_parallel_size > 1 and not BACKENDS[name].has_stages:

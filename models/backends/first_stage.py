@@ -24,6 +24,7 @@ from penstock.models.backends.stage_link import (
 from penstock.models.backends.stage_part import Bytes, FirstPart, Hidden, StageLoading
 from penstock.models.backends.tensor_parallel import PeerLost
 from penstock.models.batch.batch import Batch, BatchResult
+from penstock.models.checkpoint.lora.adapter import LoraAdapter
 from penstock.models.errors import ModelError
 from penstock.scheduler.worker_config import WorkerConfig
 
@@ -69,6 +70,10 @@ class FirstStage:
         raise AssertionError("there is no host tier")
 
     copy_in = copy_out
+
+    def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        """Never called: adapters and stages together are refused at the start."""
+        raise AssertionError("there are no slots for adapters")
 
     def prefault(self) -> None:
         self._part.prefault()

@@ -50,6 +50,16 @@ def check_weights_fit(
         )
 
 
+def check_adapters_fit(config: WorkerConfig, num_bytes: int) -> None:
+    """Raises ModelError unless the slots of LoRA adapters fit in what is free after the weights."""
+    free = free_bytes(config.device, config.max_memory_bytes, 1)
+    if num_bytes > free:
+        raise ModelError(
+            f"--max-loras {config.max_loras}: with --max-lora-rank {config.max_lora_rank} the adapters need "
+            f"{_gib(num_bytes)}, and {config.device} has {_gib(free)} free after the weights: lower one of the two"
+        )
+
+
 SHORTEST_CONTEXT = 1024
 """The shortest context, in tokens, that a service has by itself, if the model's own is not shorter."""
 

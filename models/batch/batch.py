@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.models.batch.pooled_row import PooledRow
 from penstock.models.batch.row_states import StateCommit, StateStep
@@ -71,6 +72,12 @@ class Batch:
     def slots(self) -> Ids:
         """(T,): where each token's KV is written: block * block_size + offset."""
         return slots_of(self.positions, self.token_starts, self.tables, self.table.block_size)
+
+    @cached_property
+    def adapters(self) -> NDArray[np.int32] | None:
+        """(T,): the slot of each token's LoRA adapter, 0 for none; None if no token has one."""
+        slots = [row.adapter for row in self.rows]
+        return np.repeat(np.array(slots, dtype=np.int32), self.ends - self.starts) if any(slots) else None
 
     def pooled_spans(self) -> Iterator[tuple[PooledRow, int, int]]:
         """Yields, for each row with hidden states that count towards its vector: the pooled row, the index in the batch

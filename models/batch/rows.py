@@ -61,6 +61,8 @@ class Row:
     """Set if the model has recurrent layers."""
     is_dropped: bool = False
     """Whether a plan has dropped the row; a step that began earlier may still compute it."""
+    adapter: int = 0
+    """The slot of its LoRA adapter; 0: none."""
     learned: threading.Event | None = None
     """Set once the tokens of the newest step that samples for the row are known; None if no backend waits for that."""
 
@@ -150,6 +152,7 @@ class RowTable:
             else ReasoningTracker(sampling.reasoning, added.num_prompt_tokens),
             prediction=added.prediction,
             state=self._state(added),
+            adapter=added.adapter,
         )
         self._rows[added.row] = row
         self._extend(row, added.block_ids)

@@ -17,7 +17,7 @@ from penstock.models.executor.rank import OtherHosts, RankWorker, share_of_host
 from penstock.models.executor.spawn import Spawned
 from penstock.models.executor.wire import FrameKind, encode_frame
 from penstock.scheduler.executor import Executor, ExecutorError
-from penstock.scheduler.plan import StepPlan, StepResult
+from penstock.scheduler.plan import AdapterLoad, AdapterLoaded, StepPlan, StepResult
 from penstock.scheduler.worker_config import Meeting, MeetingPorts, WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
@@ -135,6 +135,10 @@ class WorkerGroup:
         frame = encode_frame(FrameKind.PLAN, plan)
         for worker in self._planned:
             worker.submit_frame(frame)
+
+    async def load_adapter(self, load: AdapterLoad) -> AdapterLoaded:
+        """Never called: LoRA adapters with several ranks are refused at the start."""
+        raise AssertionError("a model with several ranks has no slots for adapters")
 
     async def results(self) -> AsyncIterator[StepResult]:
         answers = self._answers

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import subprocess
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import cast
 
@@ -14,7 +15,7 @@ from penstock.models.executor.rank import same_facts, settled
 from penstock.models.executor.spawn import Spawned, spawn
 from penstock.models.executor.wire import FrameBuffer, FrameKind, WireError, encode_frame
 from penstock.scheduler.executor import ExecutorError
-from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult
+from penstock.scheduler.plan import AdapterLoad, AdapterLoaded, PromptLogprobsPart, StepPlan, StepResult
 from penstock.scheduler.worker_config import Meeting, MeetingPorts, WorkerConfig, WorkerFacts
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,11 @@ class WorkerProcess:
             raise ExecutorError("the worker has closed its socket")
         self._link.write(frame)
 
+    async def load_adapter(self, load: AdapterLoad) -> AdapterLoaded:
+        self.submit_frame(encode_frame(FrameKind.LOAD_ADAPTER, load))
+        assert self._link is not None
+        return await self._link.expect_adapter()
+
     async def results(self) -> AsyncIterator[StepResult]:
         link = self._link
         while link is not None:
@@ -123,6 +129,8 @@ class _Link(asyncio.Protocol):
         self.facts: asyncio.Future[WorkerFacts] = asyncio.get_running_loop().create_future()
         self.answers: asyncio.Queue[StepResult | ExecutorError | None] = asyncio.Queue()
         self.lost: ExecutorError | None = None
+        self._adapters: deque[asyncio.Future[AdapterLoaded]] = deque()
+        """What the loads of adapters wait for, in their order."""
         self._buffer = FrameBuffer()
         self._parts: list[PromptLogprobsPart] = []
         self._failure: str | None = None
@@ -150,6 +158,17 @@ class _Link(asyncio.Protocol):
     def is_closing(self) -> bool:
         """Whether the socket accepts no more data, though ``connection_lost`` may not have been called yet."""
         return self._transport is None or self._transport.is_closing()
+
+    def expect_adapter(self) -> asyncio.Future[AdapterLoaded]:
+        """Returns the answer to the load that was sent last."""
+        answer = asyncio.get_running_loop().create_future()
+        self._adapters.append(answer)
+        return answer
+
+    def _fail_adapters(self, error: ExecutorError) -> None:
+        while self._adapters:
+            if not (answer := self._adapters.popleft()).done():
+                answer.set_exception(error)
 
     def write(self, frame: bytes) -> None:
         """Queues an encoded frame; what the socket does not accept now is sent later."""
@@ -185,6 +204,7 @@ class _Link(asyncio.Protocol):
         if not self.facts.done():
             self.facts.set_exception(ExecutorError("the worker was stopped while it loaded the model"))
             self.facts.exception()  # marks it as retrieved, since there may be no waiter
+        self._fail_adapters(ExecutorError("the worker was stopped"))
         if self._farewell is not None:
             await self._farewell
 
@@ -220,6 +240,9 @@ class _Link(asyncio.Protocol):
                 self.facts.set_result(body)
             case FrameKind.PORTS, MeetingPorts() if self._on_ports is not None and not self.facts.done():
                 self._on_ports(body)
+            case FrameKind.ADAPTER, AdapterLoaded() if self._adapters:
+                if not (answer := self._adapters.popleft()).done():  # its caller may have left
+                    answer.set_result(body)
             case FrameKind.FAILED, str():
                 self._failure = body
             case FrameKind.ALIVE, None:
@@ -253,6 +276,7 @@ class _Link(asyncio.Protocol):
         self.lost = self._verdict or self._finding()
         if not self.facts.done():
             self.facts.set_exception(self.lost)
+        self._fail_adapters(self.lost)
         self.answers.put_nowait(self.lost)
 
     def _finding(self) -> ExecutorError:

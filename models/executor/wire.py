@@ -21,7 +21,7 @@ from penstock.models.executor.join_messages import (
     ModelReport,
     RankEnded,
 )
-from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult
+from penstock.scheduler.plan import AdapterLoad, AdapterLoaded, PromptLogprobsPart, StepPlan, StepResult
 from penstock.scheduler.worker_config import MeetingPorts, WorkerConfig, WorkerFacts
 
 MAX_FRAME_BYTES = 1 << 28
@@ -52,6 +52,10 @@ class FrameKind(IntEnum):
     """Worker to service, last: the error, one line of text."""
     PORTS = 8
     """Rank 0 to service, before FACTS, if the ranks meet by TCP: MeetingPorts."""
+    LOAD_ADAPTER = 9
+    """Service to worker: AdapterLoad."""
+    ADAPTER = 10
+    """Worker to service, one per LOAD_ADAPTER, in order: AdapterLoaded."""
 
     # Between the leader and the agent of another host, which also pass on CONFIG, FACTS, PLAN and RESULT.
     HELLO = 16
@@ -87,6 +91,8 @@ DECODERS: dict[FrameKind, "msgspec.msgpack.Decoder[Any]"] = {
     FrameKind.ALIVE: msgspec.msgpack.Decoder(None),
     FrameKind.FAILED: msgspec.msgpack.Decoder(str),
     FrameKind.PORTS: msgspec.msgpack.Decoder(MeetingPorts),
+    FrameKind.LOAD_ADAPTER: msgspec.msgpack.Decoder(AdapterLoad),
+    FrameKind.ADAPTER: msgspec.msgpack.Decoder(AdapterLoaded),
     FrameKind.HELLO: msgspec.msgpack.Decoder(AgentHello),
     FrameKind.CHALLENGE: msgspec.msgpack.Decoder(JoinChallenge),
     FrameKind.PROOF: msgspec.msgpack.Decoder(JoinProof),

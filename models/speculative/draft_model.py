@@ -69,6 +69,7 @@ def load(config: WorkerConfig, backend: Backend) -> "DraftModelDrafter":
             tokenizer_vocab_size=num_tokens,
             quantization="none",
             host_kv_cache_bytes=0,
+            max_loras=0,
             speculation=CATCHING_UP,
             tokenizer=None,
             # Rank 0 has all of it.

@@ -25,10 +25,11 @@ from penstock.models.errors import ModelError
 from penstock.models.executor.child_process import WORKER, prepare_child
 from penstock.models.executor.log_format import set_up_logging
 from penstock.models.executor.wire import Channel, FrameKind, WireError
+from penstock.models.worker.adapter_thread import AdapterThread
 from penstock.models.worker.meeting import open_meeting
 from penstock.models.worker.runner import Runner
 from penstock.models.worker.speculation import check_speculation, make_controller
-from penstock.scheduler.plan import PromptLogprobsPart, StepPlan, StepResult
+from penstock.scheduler.plan import AdapterLoad, PromptLogprobsPart, StepPlan, StepResult
 from penstock.scheduler.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,8 @@ def serve(channel: Channel) -> int:
             backend.prefault()
             gc.freeze()
             channel.send(FrameKind.FACTS, msgspec.structs.replace(backend.facts, measured_steps=measured))
-            _run_plans(channel, runner, frames, is_heard=config.tensor_parallel_rank == 0)
+            adapters = AdapterThread(config, backend, partial(channel.send, FrameKind.ADAPTER))
+            _run_plans(channel, runner, frames, adapters, is_heard=config.tensor_parallel_rank == 0)
         return 0
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the service is gone
@@ -119,11 +121,17 @@ def _end_after(frames: Iterator[tuple[FrameKind, object]]) -> None:
     os._exit(0)
 
 
-def _run_plans(channel: Channel, runner: Runner, frames: Iterator[tuple[FrameKind, object]], is_heard: bool) -> None:
+def _run_plans(
+    channel: Channel,
+    runner: Runner,
+    frames: Iterator[tuple[FrameKind, object]],
+    adapters: AdapterThread,
+    is_heard: bool,
+) -> None:
     """Runs plans until there are no more. Reads and decodes the next plan while one computes, and also starts it if the
     backend computes without this thread. Without ``is_heard``, sends no results."""
     plans: SimpleQueue[StepPlan | Exception | None] = SimpleQueue()
-    threading.Thread(target=_read_plans, args=(frames, plans), name="plans", daemon=True).start()
+    threading.Thread(target=_read_plans, args=(frames, plans, adapters), name="plans", daemon=True).start()
     answers = _Answers(plans, partial(_send_result, channel) if is_heard else lambda result: None)
     if runner.runs_ahead:
         threading.Thread(target=answers.send_all, name="answers", daemon=True).start()
@@ -174,9 +182,16 @@ class _Answers:
             self._plans.put(error)
 
 
-def _read_plans(frames: Iterator[tuple[FrameKind, object]], plans: "SimpleQueue[StepPlan | Exception | None]") -> None:
+def _read_plans(
+    frames: Iterator[tuple[FrameKind, object]],
+    plans: "SimpleQueue[StepPlan | Exception | None]",
+    adapters: AdapterThread,
+) -> None:
     try:
         for kind, plan in frames:
+            if isinstance(plan, AdapterLoad):
+                adapters.load(plan)
+                continue
             if not isinstance(plan, StepPlan):
                 raise WireError(f"got a {kind.name} frame instead of a plan")
             plans.put(plan)

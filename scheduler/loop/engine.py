@@ -18,8 +18,10 @@ from penstock.kv.events import KvEventLog
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import Counters, EngineLoad, EngineState, EngineStats
 from penstock.scheduler.executor import Executor, ExecutorError
+from penstock.scheduler.loop.adapter_loader import AdapterLoader
 from penstock.scheduler.loop.live_requests import LiveRequestFilter, LiveRequestScan
 from penstock.scheduler.loop.scheduler import Scheduler
+from penstock.scheduler.loop.stats import with_current_values
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.recovery.restarts import FIRST_DELAY_S
@@ -54,6 +56,7 @@ class Engine:
         self._executor = executor
         self._facts: WorkerFacts | None = None
         self._scheduler: Scheduler | None = None
+        self._adapters: AdapterLoader | None = None
         self._callbacks: list[Callable[[EngineState], None]] = []
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._idle = asyncio.Event()
@@ -75,6 +78,12 @@ class Engine:
         assert self._facts is not None, "the engine has not started"
         return self._facts
 
+    @property
+    def adapters(self) -> AdapterLoader:
+        """Loads LoRA adapters; not available before ``start``."""
+        assert self._adapters is not None, "the engine has not started"
+        return self._adapters
+
     def watch(self, callback: Callable[[EngineState], None]) -> None:
         """Calls ``callback`` at every change of ``state``, synchronously."""
         self._callbacks.append(callback)
@@ -88,6 +97,7 @@ class Engine:
             self._set_state(EngineState.FAILED)
             raise
         self._scheduler = Scheduler(self._facts, self.config, on_finished=self._on_finished)
+        self._adapters = AdapterLoader(self._executor, self._scheduler, self.abort, self._pump_soon)
         self._task = asyncio.create_task(self._run(), name="penstock engine")
         self._watchdog.start()
         self._set_ready()
@@ -387,11 +397,4 @@ class Engine:
             restarts=self._supervisor.restarts.total,
         )
         stats.refused += self._num_refused
-        if (scheduler := self._scheduler) is not None:
-            stats.requests = len(scheduler.requests) - scheduler.tenants.warm_ups.requests
-            stats.waiting_tokens = round(scheduler.waiting.work.tokens)
-            stats.prefill_tokens_left = stats.waiting_tokens + scheduler.running.prefill_tokens_left
-            stats.stalled = scheduler.num_held
-            stats.read_cache(scheduler.kv)
-            stats.step_s = scheduler.predictor.median_step_s
-        return stats
+        return with_current_values(stats, self._scheduler)

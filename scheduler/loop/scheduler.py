@@ -63,6 +63,7 @@ class Scheduler:
         context = PlanningContext(self.kv, facts, config, clock)
         self.waiting, self.running, self.tenants = context.waiting, context.running, context.tenants
         self.counters, self._bisector, self._context = context.counters, context.bisector, context
+        self.adapters = context.adapters
         self._ended_timelines = EndedTimelines(config.explain_requests)
         model = StepTimeModel(facts.copy_us_per_block * 1e-6)
         for measured in facts.measured_steps:
@@ -326,6 +327,7 @@ class Scheduler:
         num_rows = len(plan.chunks) + len(plan.decodes)
         assert len(result.rows) == num_rows, f"step {plan.step} has {num_rows} rows; its result has {len(result.rows)}"
         self.predictor.answered(result)
+        self.adapters.answered = result.step
         for part in result.prompt_logprobs:
             self._apply_prompt_logprobs(part)
         for chunk in plan.chunks:
@@ -350,6 +352,7 @@ class Scheduler:
         running = {sequence.live for sequence in self.running}
         self._in_flight.clear()
         self.predictor.restart()
+        self.adapters.reset()
         self._planner.restart()
         for live in self.requests.values():
             live.expected_s = None

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from penstock.kv.manager import KVCacheManager
+from penstock.scheduler.adapters import AdapterSlots
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.engine_stats import Counters
 from penstock.scheduler.plan import num_row_numbers
@@ -26,6 +27,7 @@ class PlanningContext:
         self.rows = RowIdAllocator(num_row_numbers(facts.max_num_seqs))
         self.tenants = TenantAccounting(config, clock)
         self.bisector = CrashBisector()
+        self.adapters = AdapterSlots(facts.max_loras)
         self.counters = Counters()
         self.clock = clock
         self.decode_kv = 0

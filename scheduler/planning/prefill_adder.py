@@ -179,6 +179,9 @@ class PrefillAdder:
             if self._is_late(live):
                 self._late.append(live)
                 return True
+        if live.request.adapter is not None and not self._context.adapters.is_ready(live.request.adapter):
+            live.timeline.waits(sequence.index, WaitCause.ADAPTER)
+            return True
         return False
 
     def _has_row(self) -> bool:
@@ -269,5 +272,6 @@ class PrefillAdder:
                 live.request.prediction,
                 state_slot,
                 state_source,
+                0 if live.request.adapter is None else live.request.adapter.slot,
             )
         )

@@ -26,12 +26,17 @@ class RowIdAllocator:
         row = self._free.pop()
         self._holders[row] = holder
         self._epochs[row] += 1
+        if (adapter := holder.live.request.adapter) is not None:
+            adapter.num_rows += 1
         return row, self._epochs[row]
 
     def free_row(self, row: int) -> None:
         """Ends a row: the next plan drops it."""
         assert row not in self._dropped
         self._dropped.append(row)
+        holder = self.current(row)
+        if (adapter := holder.live.request.adapter) is not None:
+            adapter.end_row(holder.planned_at)
 
     def take_drops(self) -> list[int]:
         """Returns the rows that the next plan must drop. They must be passed to ``reclaim`` after its result."""

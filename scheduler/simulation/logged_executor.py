@@ -13,7 +13,7 @@ import msgspec
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.executor import Executor
-from penstock.scheduler.plan import StepPlan, StepResult
+from penstock.scheduler.plan import AdapterLoad, AdapterLoaded, StepPlan, StepResult
 from penstock.scheduler.simulation.step_log import FORMAT, LoggedLimits, StepLogHeader, StepTimes, logged_step
 from penstock.scheduler.worker_config import WorkerFacts
 
@@ -102,6 +102,9 @@ class LoggedExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._executor.submit(plan)
         self._plans.append((plan, time.monotonic()))
+
+    async def load_adapter(self, load: AdapterLoad) -> AdapterLoaded:
+        return await self._executor.load_adapter(load)
 
     async def results(self) -> AsyncIterator[StepResult]:
         """Yields the other executor's results. What happens until the next one is needed is the time to handle it."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from msgspec.structs import replace
 
 from penstock.scheduler.executor import MAX_PLANS_IN_FLIGHT, ExecutorError
-from penstock.scheduler.plan import StepPlan, StepResult
+from penstock.scheduler.plan import AdapterLoad, AdapterLoaded, StepPlan, StepResult
 from penstock.scheduler.testing.fake_worker import (
     CheckedSlots,
     FakeRow,
@@ -64,6 +64,12 @@ class FakeExecutor:
         self.may_start = asyncio.Event()
         self.may_start.set()
         self.num_starts = 0
+        self.adapter_loads: list[AdapterLoad] = []
+        """The adapters that were loaded, in all workers' lives."""
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+        self.load_errors: dict[str, str] = {}
+        """Why the adapters in these directories cannot be loaded."""
         self.fails_to_start: deque[ExecutorError] = deque()
         """One error for each of the next starts."""
         self._next_token = next_token or token_of_history(self.facts.vocab_size)
@@ -99,6 +105,14 @@ class FakeExecutor:
         assert len(self.plans) < most, "too many plans are in flight"
         self.plans.append(plan)
         self._changed.set()
+
+    async def load_adapter(self, load: AdapterLoad) -> AdapterLoaded:
+        """Answers once ``may_load`` is set; the digest is the path."""
+        await self.may_load.wait()
+        if self._death is not None:
+            raise self._death
+        self.adapter_loads.append(load)
+        return AdapterLoaded(8, load.path.encode(), self.load_errors.get(load.path, ""))
 
     async def results(self) -> AsyncIterator[StepResult]:
         """Yields results, each one plan late."""

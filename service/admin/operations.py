@@ -14,6 +14,7 @@ from google.protobuf import text_format
 import penstock.v1 as pb
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.engine import Engine
+from penstock.service.admin.adapters import adapter_message
 from penstock.service.admin.explain import explain
 from penstock.service.admin.kv_events import KvEvents
 from penstock.service.admin.live_requests import LiveRequests
@@ -22,6 +23,7 @@ from penstock.service.admin.stats import StatsFeed
 from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.requests.adapters import AdapterRegistry
 from penstock.service.telemetry.event_loop_lag import LoopLag
 from penstock.service.telemetry.recent_stats import RecentStats
 from penstock.v1 import admin_pb2_grpc as pb_grpc
@@ -45,11 +47,14 @@ class AdminService(pb_grpc.AdminServiceServicer):
         recent_stats: RecentStats,
         is_going_down: Callable[[], bool],
         configured: Callable[[], SchedulerConfig],
+        adapters: AdapterRegistry,
     ) -> None:
         """``is_going_down`` returns whether the process is ending and can never accept new requests again.
-        ``configured`` returns the configuration by the command line and its files."""
+        ``configured`` returns the configuration by the command line and its files. ``adapters`` are those that requests
+        may name."""
         self._engine = engine
         self._validator = validator
+        self._adapters = adapters
         self._is_going_down = is_going_down
         self._live_requests = LiveRequests(engine)
         self._settings = RunningSettings(engine, configured)
@@ -115,6 +120,22 @@ class AdminService(pb_grpc.AdminServiceServicer):
                 target = text_format.MessageToString(request, as_one_line=True)
                 _log_change(f"requests cancelled: {response.cancelled_requests} of {target}")
         return response
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
+        """Loads an adapter, unless it is loaded already."""
+        self._validator.check(request)
+        adapter = await self._adapters.load(request.name, request.path)
+        _log_change(f"the adapter {adapter.name} is loaded from {adapter.path}")
+        return pb.LoadAdapterResponse(adapter=adapter_message(adapter))
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
+        self._validator.check(request)
+        self._adapters.unload(request.name)
+        _log_change(f"the adapter {request.name} is unloaded")
+        return pb.UnloadAdapterResponse()
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
+        return pb.ListAdaptersResponse(adapters=map(adapter_message, self._adapters))
 
     async def WatchKvEvents(  # type: ignore[override]
         self, request: pb.WatchKvEventsRequest, context: Context

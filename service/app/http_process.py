@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.clients.host.distribution import install_command
 from penstock.clients.host.machine import Machine
@@ -116,6 +117,13 @@ class HttpProcess:
         directory = self._resources.enter_context(private_directory())
         self._directory = str(directory)
         return Address(path=directory / "socket", flag=self._serves.flag)
+
+    def open_admin(self) -> Address:
+        """Returns the address, in the directory of ``open``, on which the service must listen for the child's calls of
+        its administration."""
+        address = Address(path=Path(self._directory) / "admin", flag=self._serves.flag)
+        self._options = (*self._options, f"--admin-target={address}")
+        return address
 
     async def start(self, metrics: Address | None = None) -> Address:
         """Listens for HTTP, starts the child and waits until it serves. Returns the address with the bound port.

@@ -157,6 +157,8 @@ def _prepare(config: ServeConfig, resources: ExitStack) -> Prepared:
         checks_grammars_soon=True,
         objectives={} if config.objectives is None else read_objectives(config.objectives),
         kv_events=config.kv_events,
+        lora_modules=config.adapters,
+        http_loads_adapters=config.enable_lora_routes,
         step_log=config.step_log,
     )
     return Prepared(server, worker, load_tokenizer, *_http_processes(config, addresses), resources.pop_all())
@@ -385,6 +387,8 @@ def _worker_config(
         kv_cache_dtype=config.kv_cache_dtype,
         deterministic=config.deterministic,
         attention_backend=config.attention_backend,
+        max_loras=config.num_adapter_slots,
+        max_lora_rank=config.max_lora_rank,
         log_level=config.log_level,
         log_format=config.log_format,
         tensor_parallel_size=config.tensor_parallel_size,

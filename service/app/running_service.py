@@ -23,6 +23,7 @@ from penstock.service.config.contracts import CONTRACTS
 from penstock.service.config.field_rules import ModelLimits
 from penstock.service.config.kv_events import KvEventsConfig
 from penstock.service.config.limits import Validator
+from penstock.service.requests.adapters import AdapterRegistry
 from penstock.service.requests.answer_formats import AnswerFormats
 from penstock.service.requests.contexts import ContextStore
 from penstock.service.requests.generate import RequestBuilder
@@ -114,7 +115,8 @@ class RunningService:
         self._load = LoadReporter(engine, self._recent_stats, config.target_ttft_s)
         self._load_streams = LoadStreams(self._load)
         telemetry = Telemetry(config.model_name, self._metrics)
-        limits = ModelLimits(tokenizer.vocab_size, facts.max_model_len, config.model_name)
+        self.adapters = AdapterRegistry(config.model_name, engine if facts.max_loras else None, config.may_use_adapters)
+        limits = ModelLimits(tokenizer.vocab_size, facts.max_model_len, config.model_name, self.adapters)
         self._validator = validator = Validator(limits)
         request_context = self._new_request_context(formats, telemetry)
         metadata = RoutingMetadata(config.objectives)
@@ -150,6 +152,7 @@ class RunningService:
             replica=digest_replica(
                 config.checkpoint, installed_version(), facts, max_sequence_tokens, config.sampling_defaults
             ),
+            adapters=self.adapters,
         )
         warm_up = PrefixWarmer(engine, self.pool, request_builder, conversations)
         prompts = OpenPromptConfig(warm_up, config.open_prompt_ttl_s, facts.max_model_len - 1)
@@ -175,8 +178,9 @@ class RunningService:
             labels=() if config.head is None else config.head.labels,
             generates=config.generates,
             formats=formats,
+            adapters=self.adapters,
         )
-        inputs = PooledInputs(self._validator, self.pool, config.model_name)
+        inputs = PooledInputs(self._validator, self.pool, config.model_name, self.adapters)
         embed_builder = EmbedRequestBuilder(inputs, config.embedding, self._facts.hidden_size)
         embedding_service = EmbeddingService(self.pooled_calls, embed_builder)
         classification_service = ClassificationService(self.pooled_calls, inputs, config.head)
@@ -221,7 +225,13 @@ class RunningService:
     def add_admin(self, addresses: Sequence[Address], loop_lag: LoopLag, is_going_down: Callable[[], bool]) -> None:
         """Adds admin listeners, which ``listen`` then opens too."""
         service = AdminService(
-            self._engine, self._validator, loop_lag, self._recent_stats, is_going_down, self._config.configured
+            self._engine,
+            self._validator,
+            loop_lag,
+            self._recent_stats,
+            is_going_down,
+            self._config.configured,
+            self.adapters,
         )
         self._admin_listeners = [
             AdminListener(

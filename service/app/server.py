@@ -136,6 +136,7 @@ class Server:
         self._resources.push_async_callback(self._engine.stop)
         running = RunningService(self._config, self._engine, self.tokenizer, self._formats, facts, self._health)
         self._resources.callback(running.close)
+        await running.adapters.load_all(self._config.lora_modules)
         self._resources.push_async_callback(running.stop_listening, FLUSH_S)
         if self._config.kv_events is not None:
             self.kv_events = running.publish_kv_events(self._config.kv_events)
@@ -149,6 +150,8 @@ class Server:
         if self._http is not None:
             self._resources.push_async_callback(self._http.stop)
             private.append(self._http.open())
+            if self._config.http_loads_adapters:
+                admin.append(self._http.open_admin())
         if admin:
             running.add_admin(admin, self._loop_lag, self._is_going_down)
         bound, bound_admin = await running.listen(self._address, private)

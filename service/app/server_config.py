@@ -1,6 +1,6 @@
 """The configuration of a server: what ``penstock serve`` makes of its flags, and tests write themselves."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -93,6 +93,10 @@ class ServerConfig:
     """Whether the process that checks grammars starts with the service, instead of with the first grammar."""
     objectives: Objectives = field(default_factory=dict)
     """The priorities of requests by the objectives that gateways name."""
+    lora_modules: Mapping[str, str] = field(default_factory=dict)
+    """The directories of LoRA adapters that are loaded at the start, by name."""
+    http_loads_adapters: bool = False
+    """Whether adapters are loaded and unloaded over HTTP too."""
     kv_events: KvEventsConfig | None = None
     """How the prefix cache's changes are published over ZeroMQ; None: not at all."""
     step_log: Path | None = None
@@ -104,6 +108,10 @@ class ServerConfig:
     def max_drafts(self) -> int:
         """The maximum number of draft tokens per choice and step."""
         return 0 if self.speculation is None else self.speculation.num_speculative_tokens
+
+    def may_use_adapters(self, tenant: str) -> Collection[str] | None:
+        """Returns the names of the LoRA adapters that a tenant may use, by its file as it is now; None: all."""
+        return None if self.tenants is None else self.tenants.value.adapters_of(tenant)
 
     def configured(self) -> SchedulerConfig:
         """Returns the engine's configuration by the command line, with the tenants of the file as it is now."""

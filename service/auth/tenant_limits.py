@@ -1,6 +1,7 @@
 """The file of tenants' weights, caps and rate limits: YAML with one key per tenant, and ``default`` for all others.
 
-The keys below each tenant are those of ``_KEYS``; all are optional.
+The keys below each tenant are those of ``_KEYS``, and ``adapters`` with the names of the LoRA adapters that it may use;
+all are optional.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from penstock.service.config.limits import MAX_LIVE_REQUESTS_CAP, MAX_NAMED_TENA
 
 TENANTS_FLAG = "--tenants-file"
 _DEFAULT = "default"
+_ADAPTERS = "adapters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,12 @@ class TenantLimitsFile:
 
     default: TenantLimits = field(default_factory=TenantLimits)
     named: Mapping[str, TenantLimits] = field(default_factory=dict)
+    adapters: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """The names of the LoRA adapters that a tenant may use; tenants without an entry may use all."""
+
+    def adapters_of(self, tenant: str) -> frozenset[str] | None:
+        """Returns the names of the adapters that a tenant may use; None: all."""
+        return self.adapters.get(tenant if tenant in self.named else _DEFAULT)
 
 
 class _LimitKey(NamedTuple):
@@ -58,26 +66,44 @@ def parse_tenants(file: NamedFile, content: bytes) -> TenantLimitsFile:
         raise FileError(f"{where}: is not valid YAML ({' '.join(str(error).split())}); correct it") from error
     if root is None:
         _fail(where, "is empty; write {} for no limits")
-    limits = {name: _limits(node, f"{where}: {name}") for name, node in _entries(root, where)}
+    adapters: dict[str, frozenset[str]] = {}
+    limits = {}
+    for name, node in _entries(root, where):
+        limits[name], names = _limits(node, f"{where}: {name}")
+        if names is not None:
+            adapters[name] = names
     default = limits.pop(_DEFAULT, TenantLimits())
     for name in limits:
         if not TENANT_NAME.fullmatch(name):
             _fail(f"{where}: {name!r}", "is not a valid tenant name; use 1 to 64 characters of [A-Za-z0-9_.-]")
     if len(limits) > MAX_NAMED_TENANTS:
         _fail(where, f"names {len(limits):,} tenants; at most {MAX_NAMED_TENANTS:,} are possible, so group some")
-    return TenantLimitsFile(default, limits)
+    return TenantLimitsFile(default, limits, adapters)
 
 
-def _limits(node: yaml.Node, where: str) -> TenantLimits:
+def _limits(node: yaml.Node, where: str) -> tuple[TenantLimits, frozenset[str] | None]:
+    """Returns a tenant's limits, and the names of the adapters that it may use, if it has such a key."""
     if isinstance(node, yaml.ScalarNode) and not node.value:
-        return TenantLimits()  # only a name: all limits have their defaults
+        return TenantLimits(), None  # only a name: all limits have their defaults
     given: dict[str, float] = {}
+    adapters: frozenset[str] | None = None
     for written, value in _entries(node, where):
+        if written == _ADAPTERS:
+            adapters = _names(value, f"{where}: {written}")
+            continue
         key = _KEYS.get(written.replace("_", "-"))
         if key is None:
-            _fail(f"{where}: {written}", f"is not a key; there are {', '.join(_KEYS)}")
+            _fail(f"{where}: {written}", f"is not a key; there are {', '.join((*_KEYS, _ADAPTERS))}")
         given[written.replace("-", "_")] = _value(key, value, f"{where}: {written}")
-    return TenantLimits(**given)  # type: ignore[arg-type]  # each was parsed by its field's type
+    return TenantLimits(**given), adapters  # type: ignore[arg-type]  # each was parsed by its field's type
+
+
+def _names(node: yaml.Node, where: str) -> frozenset[str]:
+    items: list[yaml.Node] = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    names = [item.value for item in items if isinstance(item, yaml.ScalarNode) and item.value]
+    if not isinstance(node, yaml.SequenceNode) or len(names) < len(items):
+        _fail(where, "must be a list of names, such as [support, legal]; [] is none")
+    return frozenset(names)
 
 
 def _value(key: _LimitKey, node: yaml.Node, where: str) -> float:

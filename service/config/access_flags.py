@@ -119,6 +119,10 @@ class AccessFlags:
         "it, * is any name. Requests with any other Host are refused for metrics, and for HTTP if callers need no key",
         metavar="NAMES", shown="addresses, names without a dot and this machine's name",
     )  # fmt: skip
+    enable_lora_routes: bool = flag(
+        False, "serve vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter over HTTP, for callers whose key may "
+        "administer, or for all if there are no keys",
+    )  # fmt: skip
     unknown_fields: str = flag(
         "refuse", "what OpenAI's API does with unknown fields; ignored ones are logged and counted",
         choices=["refuse", "ignore"],

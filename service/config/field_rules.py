@@ -2,7 +2,7 @@
 value."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -41,6 +41,8 @@ class ModelLimits:
     max_model_len: int
     model_name: str = ""
     """The name that requests may give."""
+    adapters: Container[str] = ()
+    """The names of LoRA adapters, which requests may give instead. Which tenant may use which is checked later."""
 
     def resolve(self, bound: float | Limit) -> float:
         if bound is Limit.UNCUT:
@@ -160,10 +162,10 @@ class Text(Bound):
 
 
 class ServedModel(Text):
-    """The name of the served model, or an empty text for the only one."""
+    """The name of the served model or of an adapter, or an empty text for the only model."""
 
     def problem(self, value: str, limits: ModelLimits) -> Problem | None:
-        if value == limits.model_name:
+        if value == limits.model_name or value in limits.adapters:
             return None
         unserved = f"no model of this name is served here; leave it empty, or send {limits.model_name}"
         return super().problem(value, limits) or Problem(unserved, reason=Reason.MODEL_NOT_FOUND)

@@ -3,6 +3,7 @@
 import ipaddress
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.clients.gateway.origins import read_origins
@@ -139,3 +140,40 @@ def check_memory(config: "ServeConfig") -> None:
         raise ConfigError(
             "--host-kv-cache-bytes: needs prefix caching; leave --no-enable-prefix-caching out, or this one"
         )
+
+
+def read_lora_modules(text: str) -> dict[str, str]:
+    """Returns the absolute paths of adapters, by name, of --lora-modules. Raises ConfigError."""
+    paths: dict[str, str] = {}
+    for part in text.split(","):
+        name, _, path = (piece.strip() for piece in part.partition("="))
+        if not name or not path:
+            raise ConfigError(f"--lora-modules: must be NAME=PATH, or several separated by commas; {part!r} is not")
+        if name in paths:
+            raise ConfigError(f"--lora-modules: {name} occurs twice; give each adapter a name of its own")
+        paths[name] = str(Path(path).expanduser().absolute())
+    return paths
+
+
+def check_adapters(config: "ServeConfig") -> None:
+    """Raises ConfigError for flags of LoRA adapters that exclude or need each other."""
+    flag_name = "--max-loras" if config.lora_modules is None else "--lora-modules"
+    if config.lora_modules is not None:
+        read_lora_modules(config.lora_modules)
+        if not config.num_adapter_slots:
+            raise ConfigError("--lora-modules: needs room for adapters; leave --max-loras 0 out")
+        if config.model_name in config.adapters:
+            raise ConfigError(f"--lora-modules: {config.model_name} is the model's own name; choose another")
+    if config.enable_lora_routes and (config.http_port is None or not config.num_adapter_slots):
+        needed = "--http-port" if config.http_port is None else "--max-loras"
+        raise ConfigError(f"--enable-lora-routes: needs {needed} as well")
+    if not config.num_adapter_slots:
+        return
+    others = (
+        (config.tensor_parallel_size > 1, "--tensor-parallel-size"),
+        (config.pipeline_parallel_size > 1, "--pipeline-parallel-size"),
+        (config.backend == "transformers", "--backend transformers"),
+    )
+    for is_given, other in others:
+        if is_given:
+            raise ConfigError(f"{flag_name}: LoRA adapters do not work with {other}; leave one of the two out")

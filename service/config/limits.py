@@ -131,6 +131,7 @@ _TRUNCATION = Number(-1, Limit.CONTEXT)
 _SIDE = Known(frozenset({0, 1, 2}))
 _REQUEST_ID = Text(1, 64, required=True)
 _MODEL = ServedModel(1, 256)
+_ADAPTER = Text(1, 256)
 _CLIENT_ID = Text(1, 128, _PRINTABLE, "printable ASCII")
 _MEDIA = Unsupported("is not supported: the model takes only text; send text in its place")
 
@@ -344,11 +345,10 @@ FIELD_BOUNDS: Mapping[str, Mapping[str, Bound]] = {
     "CancelRequestsRequest": {"ids": Nested(), "filter": Nested(), "all": Nested()},
     "AllRequests": {},
     "RequestIds": {"request_ids": Items(MAX_LISTED_REQUESTS, _REQUEST_ID, required=True)},
-    "RequestFilter": {
-        "tenant": _TENANT,
-        "states": Items(4, Known(frozenset({1, 2, 3, 4}))),
-        "min_age": Span(0),
-    },
+    "RequestFilter": {"tenant": _TENANT, "states": Items(4, Known(frozenset({1, 2, 3, 4}))), "min_age": Span(0)},
+    "LoadAdapterRequest": {"name": _ADAPTER, "path": Text(1, 4096)},
+    "UnloadAdapterRequest": {"name": _ADAPTER},
+    "ListAdaptersRequest": {},
     "WatchKvEventsRequest": {"after_sequence": Number(0, INT64_MAX), "stream_id": Text(1, 64)},
 }
 """Bounds by message and field. The default of a field that is not set is always within its bound."""

@@ -7,15 +7,24 @@ Flags have vLLM's names if vLLM has the same flag. Nothing here touches the mode
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.models.executor.log_format import JSON, TEXT
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.worker_config import SpeculationConfig
+from penstock.scheduler.worker_config import MAX_LORA_RANK, SpeculationConfig
 from penstock.service.config.access_flags import AccessFlags
 from penstock.service.config.contracts import read_contracts
-from penstock.service.config.flag_checks import check_identity, check_listeners, check_memory, check_texts, host_port
+from penstock.service.config.flag_checks import (
+    check_adapters,
+    check_identity,
+    check_listeners,
+    check_memory,
+    check_texts,
+    host_port,
+    read_lora_modules,
+)
 from penstock.service.config.flags import ConfigError, check, flag
 from penstock.service.config.host_flags import HostFlags, check_hosts
 from penstock.service.config.kv_events import KvEventsConfig, parse_kv_events
@@ -71,6 +80,15 @@ class ServeConfig(HostFlags, AccessFlags):
         "name the format of a quantised checkpoint",
         choices=["none", "int8", "int4", "fp8", "gptq", "awq", "compressed-tensors", "mxfp4", "modelopt"],
     )  # fmt: skip
+    lora_modules: str | None = flag(
+        None, "LoRA adapters to load at the start, separated by commas: each is a name for requests and a directory in "
+        "peft's layout, such as support=/srv/support", metavar="NAME=PATH,...", shown="none",
+    )  # fmt: skip
+    max_loras: int | None = flag(
+        None, "LoRA adapters that are in memory at once; if requests use more, the least recently used one is replaced",
+        metavar="N", low=0, high=64, shown="4 with --lora-modules, else none",
+    )  # fmt: skip
+    max_lora_rank: int = flag(16, "limit on the rank of a LoRA adapter", metavar="N", low=1, high=MAX_LORA_RANK)
     load_format: str = flag(
         "auto", "auto reads the model's files; dummy makes up weights, for benchmarks", choices=["auto", "dummy"]
     )
@@ -193,6 +211,7 @@ class ServeConfig(HostFlags, AccessFlags):
         check_identity(self)
         check_texts(self)
         check_memory(self)
+        check_adapters(self)
         check_hosts(self)
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"--device: must be auto, cpu, cuda or cuda:N; it is {self.device!r}")
@@ -259,6 +278,16 @@ class ServeConfig(HostFlags, AccessFlags):
         """How the prefix cache's changes are published; None if they are not."""
         config = KvEventsConfig() if self.kv_events_config is None else parse_kv_events(self.kv_events_config)
         return config if config.is_enabled else None
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """The absolute paths of the adapters of the command line, by name."""
+        return {} if self.lora_modules is None else read_lora_modules(self.lora_modules)
+
+    @property
+    def num_adapter_slots(self) -> int:
+        """The number of adapters that are in memory at once."""
+        return (4 if self.lora_modules is not None else 0) if self.max_loras is None else self.max_loras
 
     @property
     def speculation(self) -> SpeculationConfig | None:

@@ -32,9 +32,15 @@ class StoredContext:
     hashes: bytes
     """The concatenated hashes of its first full blocks."""
     since: float
+    adapter: bytes = b""
+    """The digest of the LoRA adapter that its KV was computed with; empty: none."""
     was_continued: bool = False
 
-    def unpacked(self) -> Context:
+    def unpacked(self, adapter: bytes = b"") -> Context:
+        """Returns the context for a request with the LoRA adapter that has this digest. That of another adapter has
+        hashes of other blocks, so they are left out."""
+        if adapter != self.adapter:
+            return Context(self.token_ids.tolist(), [])
         hashes = [self.hashes[at : at + HASH_BYTES] for at in range(0, len(self.hashes), HASH_BYTES)]
         return Context(self.token_ids.tolist(), hashes)
 
@@ -96,9 +102,12 @@ class ContextStore:
     def __len__(self) -> int:
         return len(self._by_age)
 
-    def keep(self, request_id: str, tenant: str, context: Context, *, wanted: bool, continues: str = "") -> bool:
+    def keep(
+        self, request_id: str, tenant: str, context: Context, *, wanted: bool, continues: str = "", adapter: bytes = b""
+    ) -> bool:
         """Stores a request's context; returns whether it was stored. ``wanted``: whether the request set a time to
-        retain it. ``continues`` is the id of the request that it continued."""
+        retain it. ``continues`` is the id of the request that it continued, and ``adapter`` the digest of its LoRA
+        adapter."""
         self._expire()
         num_tokens = len(context.token_ids)
         if num_tokens > self._tokens_per_tenant or self.ttl_s <= 0:
@@ -106,7 +115,8 @@ class ContextStore:
         if continues and tenant in self._tenants:
             self._tenants[tenant].supersede(continues)
         self._make_room(tenant, num_tokens)
-        kept = StoredContext(tenant, array("I", context.token_ids), b"".join(context.block_hashes), self._clock())
+        token_ids, hashes = array("I", context.token_ids), b"".join(context.block_hashes)
+        kept = StoredContext(tenant, token_ids, hashes, self._clock(), adapter)
         self._tenants.setdefault(tenant, TenantContexts()).put(request_id, kept, wanted)
         self._tenants.move_to_end(tenant)
         self._by_age[request_id] = kept

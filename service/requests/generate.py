@@ -14,14 +14,14 @@ import msgspec
 from google.protobuf.message import Message
 
 import penstock.v1 as pb
-from penstock.kv.block_hash import tenant_salt
 from penstock.scheduler.plan import SamplingParams
-from penstock.scheduler.request import Event, Prompt, Request, TextState
+from penstock.scheduler.request import Context, Event, Prompt, Request, TextState
 from penstock.scheduler.worker_config import MAX_FORCED_DRAFTS, MAX_PREDICTED_DRAFTS
 from penstock.service.config.field_rules import Limit
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import Reason, ServiceError, invalid
+from penstock.service.requests.adapters import AdapterRegistry
 from penstock.service.requests.answer_formats import AnswerFormats
 from penstock.service.requests.answer_parsing import AnswerParsing
 from penstock.service.requests.chat import ToolSchemas, check_chat, parse_chat, shows_tools, with_options
@@ -72,6 +72,7 @@ class RequestBuilder:
         formats: AnswerFormats | None = None,
         auto_retain_s: Callable[[str, str], float] = lambda tenant, session_id: 0.0,
         replica: ReplicaDigests = UNKNOWN_REPLICA,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         """``max_sequence_tokens`` is the maximum length of a choice with its prompt: the model's context or the KV
         cache's size, whichever is less. ``max_retain_s`` is the longest time for which KV can be retained, and the
@@ -79,13 +80,14 @@ class RequestBuilder:
         step. ``drafts_predictions``: whether predictions are used. ``defaults`` are the model's sampling defaults.
         ``generates``: whether the model has an output head; otherwise every request is refused. ``formats`` are those
         of the model's outputs; by default none are known. ``auto_retain_s`` returns how long KV is retained in the mode
-        AUTO for a tenant, with or without a session. ``replica`` is what this service's tickets are for."""
+        AUTO for a tenant, with or without a session. ``replica`` is what this service's tickets are for. ``adapters``
+        are those that requests may name as their model."""
         self._generates = generates
         self._auto_retain_s = auto_retain_s
         self._validator = validator
         self._pool = pool
         self._tokenizer = pool.tokenizer
-        self._model_name = model_name
+        self.adapters = adapters or AdapterRegistry(model_name)
         self._max_sequence_tokens = max_sequence_tokens
         self._max_retain_s = max_retain_s
         self._max_drafts = max_drafts
@@ -223,11 +225,11 @@ class RequestBuilder:
         schemas = schemas or ToolSchemas(start.chat)
         if (seed := self._tickets.seed(start, origin.tenant)) is not None:
             start.sampling.seed = seed
-        salt = tenant_salt(self._model_name, origin.tenant)
+        adapter, salt = self.adapters.resolve(start.model, origin.tenant)
         if context is None:
             prompt = self._prompt(start, schemas, salt)
         else:
-            prompt = self._continued(start, schemas, salt, context)
+            prompt = self._continued(start, schemas, salt, context.unpacked(b"" if adapter is None else adapter.digest))
         n, num_prompt_tokens = start.sampling.n or 1, len(prompt.token_ids)
         max_tokens = self._max_tokens(start, num_prompt_tokens)
         if answer is ResponseMode.WHOLE:
@@ -258,6 +260,7 @@ class RequestBuilder:
             target_itl_s=None if tpot_ms is None else tpot_ms / 1000,
             arrival=origin.arrival,
             hash_salt=salt,
+            adapter=adapter,
             max_drafts=self._drafts(start, grammar, prediction),
             prediction=prediction,
             measures_text=self._parsing.parses(start),
@@ -295,10 +298,10 @@ class RequestBuilder:
             self._validator.check_ids(token_ids, limit.field)
         return self._pool.prompt(token_ids if truncation is None else truncation.cut(token_ids), salt, limit)
 
-    def _continued(self, start: pb.GenerationStart, schemas: ToolSchemas, salt: bytes, kept: StoredContext) -> Prompt:
+    def _continued(self, start: pb.GenerationStart, schemas: ToolSchemas, salt: bytes, context: Context) -> Prompt:
         kind = start.WhichOneof("prompt")
         field: str = "token_ids.ids" if kind == "token_ids" else kind or "continue_from"
-        context, truncation = kept.unpacked(), self._truncation(start)
+        truncation = self._truncation(start)
         limit = self._pool.limit(field, num_context_tokens=len(context.token_ids))
         most = limit if truncation is None else None
         more: list[int] = []

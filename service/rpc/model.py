@@ -1,4 +1,4 @@
-"""ModelService: the served models and the service's limits. Today there is one model."""
+"""ModelService: the served model with its LoRA adapters, and the service's limits."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +13,7 @@ from penstock.service.auth.identity import current_principal
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import invalid
+from penstock.service.requests.adapters import AdapterRegistry
 from penstock.service.requests.answer_formats import AnswerFormats
 from penstock.service.text.tokenizer import Tokenizer
 from penstock.v1 import model_pb2_grpc as pb_grpc
@@ -20,6 +21,10 @@ from penstock.v1 import model_pb2_grpc as pb_grpc
 _ALWAYS = (
     "choices", "continue_from", "embeddings", "logprobs", "prompt_logprobs", "seeded_sampling", "stop_strings", "update"
 )  # fmt: skip
+
+
+_PAGE_SIZE, _MAX_PAGE_SIZE = 100, 1000
+"""The default and the limit of the models in a page."""
 
 
 class ModelService(pb_grpc.ModelServiceServicer):
@@ -39,10 +44,13 @@ class ModelService(pb_grpc.ModelServiceServicer):
         labels: Sequence[str] = (),
         generates: bool = True,
         formats: AnswerFormats | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         """``config`` returns the engine's configuration. ``defaults`` are the model's, and ``labels`` those of its
-        classification head. ``generates``: whether it has an output head. ``formats`` are those of its outputs."""
+        classification head. ``generates``: whether it has an output head. ``formats`` are those of its outputs,
+        and ``adapters`` those that requests may name as their model."""
         self._generates = generates
+        self._adapters = adapters or AdapterRegistry(name)
         self._facts = facts
         self._validator = validator
         self._config = config
@@ -86,11 +94,21 @@ class ModelService(pb_grpc.ModelServiceServicer):
     async def ListModels(
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ListModelsResponse:
-        """Returns the only page. Raises ServiceError."""
+        """Returns a page of the model and the adapters that the caller's tenant may use. Raises ServiceError."""
         self._validator.check(request)
-        if request.page_token:
+        model = self._described(self._config())
+        models = [model]
+        for adapter in self._adapters.of_tenant(current_principal.get().tenant):
+            models.append(pb.Model())
+            models[-1].CopyFrom(model)
+            models[-1].name, models[-1].parent = adapter.name, model.name
+        token, size = request.page_token, min(request.page_size or _PAGE_SIZE, _MAX_PAGE_SIZE)
+        if token and not (token.isdecimal() and 0 < int(token) < len(models)):
             raise invalid("page_token", "this service has returned no such token; leave it empty")
-        return pb.ListModelsResponse(models=[self._described(self._config())])
+        end = int(token or 0) + size
+        return pb.ListModelsResponse(
+            models=models[end - size : end], next_page_token=str(end) if end < len(models) else ""
+        )
 
     def _described(self, config: SchedulerConfig) -> pb.Model:
         facts = self._facts
@@ -112,6 +130,7 @@ class ModelService(pb_grpc.ModelServiceServicer):
             "chat": self._model.has_chat_template and self._generates,
             "classification": bool(self._model.labels),
             "generation": self._generates,
+            "lora": bool(self._facts.max_loras),
             "scoring": len(self._model.labels) == 1,
             "prefix_caching": config.enable_prefix_caching,
             "priority": config.policy is Policy.PRIORITY,

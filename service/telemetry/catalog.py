@@ -32,6 +32,11 @@ def _vllm_cache_config(now: Snapshot) -> LabelledValues:
     yield (str(facts.block_size), str(facts.num_blocks), facts.kv_cache_dtype, str(is_caching)), 1
 
 
+def _vllm_lora(now: Snapshot) -> LabelledValues:
+    running, waiting = now.engine.adapters.busy()
+    yield (str(now.facts.max_loras), ",".join(running), ",".join(waiting)), time.time()
+
+
 def _loop_lag(now: Snapshot) -> LabelledValues:
     lag = now.loop_lag.over(MAX_SAMPLES)
     return [] if lag is None else [(("p50",), lag.p50_s), (("p99",), lag.p99_s), (("max",), lag.max_s)]
@@ -194,8 +199,8 @@ INSTRUMENTS = (
     Instrument("vllm:cache_config_info", GAUGE, "", _vllm_cache_config,
                "Always 1; the labels describe the layout of the KV cache.",
                ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "engine")),
-    Instrument("vllm:lora_requests_info", GAUGE, "s", lambda now: [(("0", "", ""), time.time())],
-               "Current Unix time; no adapters are served.",
+    Instrument("vllm:lora_requests_info", GAUGE, "s", _vllm_lora,
+               "Current Unix time; the labels have the number of slots for adapters, and the adapters in use.",
                ("max_lora", "running_lora_adapters", "waiting_lora_adapters")),
     Instrument("vllm:prompt_tokens_total", COUNTER, "{token}", _prompt_tokens,
                "Prompt tokens, computed or from the cache.", _VLLM),

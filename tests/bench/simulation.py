@@ -33,7 +33,7 @@ import tokenizers
 from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.plan import StepPlan, StepResult
+from penstock.scheduler.plan import AdapterLoad, AdapterLoaded, StepPlan, StepResult
 from penstock.scheduler.simulation.costs import SimulatedCosts, StepCosts
 from penstock.scheduler.simulation.fit import fit_costs
 from penstock.scheduler.simulation.step_log import read_step_log
@@ -189,6 +189,10 @@ class SleepingExecutor:
         self._worker = SimulatedWorker(SimulatedCosts(SLEEPING))
         self._plans: SimpleQueue[StepPlan] = SimpleQueue()
         self._results: asyncio.Queue[StepResult] = asyncio.Queue()
+
+    async def load_adapter(self, load: AdapterLoad) -> AdapterLoaded:
+        """Never called: it has no slots."""
+        raise AssertionError(load)
 
     async def start(self) -> WorkerFacts:
         """Starts the thread."""

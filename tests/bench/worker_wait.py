@@ -15,7 +15,7 @@ from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
 from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.plan import SamplingParams, StepPlan, StepResult
+from penstock.scheduler.plan import AdapterLoad, AdapterLoaded, SamplingParams, StepPlan, StepResult
 from penstock.scheduler.request import Event, Request, TextDelta
 from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 
@@ -38,6 +38,10 @@ class Observed:
     def submit(self, plan: StepPlan) -> None:
         """To the worker."""
         self._worker.submit(plan)
+
+    async def load_adapter(self, load: AdapterLoad) -> AdapterLoaded:
+        """To the worker."""
+        return await self._worker.load_adapter(load)
 
     async def results(self) -> AsyncIterator[StepResult]:
         """The worker's, noted on the way."""

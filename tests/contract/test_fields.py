@@ -38,8 +38,12 @@ IDS_AND_NAMES = {
 """Text that identifies something: the service logs it, or could."""
 HARMLESS = {
     # What is served.
+    "Adapter.name",
+    "Adapter.path",
     "ClassifyResponse.labels",
     "Injected.append_ids",
+    "LoadAdapterRequest.name",
+    "LoadAdapterRequest.path",
     "Model.architecture",
     "Model.backend",
     "Model.dtype",
@@ -48,11 +52,13 @@ HARMLESS = {
     "Model.kv_cache_dtype",
     "Model.labels",
     "Model.name",
+    "Model.parent",
     "Model.quantization",
     "Model.reasoning_parser",
     "Model.speculation",
     "Model.tool_call_parser",
     "Model.version",
+    "UnloadAdapterRequest.name",
     # Numbers that are no tokens, and roles.
     "ChatMessage.role",
     "DetokenizeResponse.text_offsets",

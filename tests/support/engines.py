@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,28 @@ from numpy.typing import NDArray
 
 from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.models.backends.base import Backend, load_backend
+from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.speculative.controller import SpeculationController
 from penstock.models.speculative.cost_model import StepCost
 from penstock.models.speculative.draft_rows import Drafted
 from penstock.models.speculative.drafter import Drafter, NoDrafter, Wanted, valid_part
 from penstock.models.structured_output.manager import grammars_of
+from penstock.models.worker.adapter_thread import load_adapter
 from penstock.models.worker.runner import Runner
 from penstock.models.worker.speculation import check_speculation, make_controller, make_drafter
+from penstock.scheduler.adapters import Adapter
 from penstock.scheduler.engine_stats import EngineStats
 from penstock.scheduler.executor import ExecutorError
 from penstock.scheduler.loop.engine import Engine
-from penstock.scheduler.plan import Pooling, SamplingParams, StepPlan, StepResult, TokenLogprobs
+from penstock.scheduler.plan import (
+    AdapterLoad,
+    AdapterLoaded,
+    Pooling,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from penstock.scheduler.request import (
     Embedded,
     EngineFinishReason,
@@ -81,6 +93,7 @@ class InProcessExecutor:
         self._changed = asyncio.Event()
         self._num_answered = 0
         self.plans: list[StepPlan] = []
+        self.adapter_loads: list[AdapterLoad] = []
 
     async def start(self) -> WorkerFacts:
         config = check_speculation(self._config)
@@ -105,6 +118,11 @@ class InProcessExecutor:
         runner = self._runner
         self._due.append(runner.start_step(plan) if runner.runs_ahead else partial(runner.run, plan))
         self._changed.set()
+
+    async def load_adapter(self, load: AdapterLoad) -> AdapterLoaded:
+        self.adapter_loads.append(load)
+        spec = check_checkpoint(Path(self._config.model), weights=False).spec
+        return load_adapter(self._runner._backend, spec, self._config.max_lora_rank, load)
 
     async def results(self) -> AsyncIterator[StepResult]:
         while not self._stopped:
@@ -211,11 +229,17 @@ class EngineUnderTest:
         self._ids = itertools.count()
 
     def submit(
-        self, prompt: list[int], sampling: SamplingParams, max_tokens: int, tenant: str = "default", **more: Any
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        max_tokens: int,
+        tenant: str = "default",
+        adapter: Adapter | None = None,
+        **more: Any,
     ) -> Answer:
         """``more`` are fields of the request."""
         answer = Answer()
-        salt = tenant_salt("test", tenant)
+        salt = tenant_salt("test", tenant, b"" if adapter is None else adapter.digest)
         self.engine.submit(
             Request(
                 request_id=str(next(self._ids)),
@@ -227,6 +251,7 @@ class EngineUnderTest:
                 make_text=NoText,
                 tenant=tenant,
                 hash_salt=salt,
+                adapter=adapter,
                 **more,
             )
         )

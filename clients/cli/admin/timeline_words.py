@@ -16,6 +16,7 @@ _WAITS: Mapping[int, Callable[[pb.WaitDetail], str]] = {
     pb.WAIT_CAUSE_LAST_RESULT: lambda wait: "the result of its last step",
     pb.WAIT_CAUSE_WORKER: lambda wait: "the new worker",
     pb.WAIT_CAUSE_STATES: lambda wait: f"a slot for its state: all {wait.state_slots:,} are used",
+    pb.WAIT_CAUSE_ADAPTER: lambda wait: "its LoRA adapter, which is not in a slot",
 }
 _HOLDS: Mapping[int, str] = {
     pb.HOLD_CAUSE_UNREAD: "its stream is not read",

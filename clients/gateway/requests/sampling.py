@@ -56,9 +56,13 @@ def new_start(body: GenerationBody, headers: Headers, settings: GatewaySettings)
 
 
 def check_model(name: str | None, caller: UpstreamCaller) -> None:
-    """Raises GatewayError for a model that is not served."""
-    if name is not None and name != caller.model.name:
+    """Raises GatewayError for a model that is not served. If the service has LoRA adapters, another name is taken for
+    one of them, and the service refuses unknown ones."""
+    if name is None or name == caller.model.name:
+        return
+    if "lora" not in caller.model.features:
         raise model_not_found(name, caller.model.name)
+    caller.adapter = name
 
 
 def fill_sampling(sampling: pb.SamplingParams, body: GenerationBody, max_tokens: int | None) -> None:

@@ -115,14 +115,14 @@ class ResponseWriter(AnswerWriter):
         }
 
 
-def settled_fields(body: ResponsesRequest, model: Model, response_id: str, *, is_stored: bool) -> Json:
+def settled_fields(body: ResponsesRequest, model: Model, model_name: str, response_id: str, *, is_stored: bool) -> Json:
     """Returns the fields of a response that the request determines; most are copies of the request's."""
     given = body.model_dump(exclude_none=True, by_alias=True, include=_RETURNED)
     return {
         "id": response_id,
         "object": "response",
         "created_at": int(time.time()),
-        "model": model.name,
+        "model": model_name,
         "background": bool(body.background),
         "instructions": None,
         "max_output_tokens": None,

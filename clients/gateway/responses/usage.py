@@ -23,7 +23,7 @@ class UsageTracker:
             "id": "",
             "object": kind,
             "created": int(time.time()),
-            "model": caller.model.name,
+            "model": caller.model_name,
             "system_fingerprint": f"penstock-{caller.model.version}",
         }
         self._predicted, self._accepted_predicted = 0, 0

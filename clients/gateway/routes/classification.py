@@ -52,7 +52,7 @@ def make_router() -> APIRouter:
         message = pb.ClassifyRequest(inputs=contract_inputs(body.input))
         names = (*input_names(body.input), *_OWN_NAMES)
         response = await _call(caller.stubs.classification.Classify, message, body, names, caller, request)
-        return await _answer(await _classes(response, caller.model.name), response.request_id)
+        return await _answer(await _classes(response, caller.model_name), response.request_id)
 
     @router.post("/v1/score", response_model=ScoreAnswer)
     async def score(body: ScoreRequest, caller: CallerDep, request: Request) -> Response:
@@ -61,7 +61,7 @@ def make_router() -> APIRouter:
         message = _pairs(_list(queries), _list(documents), body)
         names = (_side_names("queries", query_name, queries), _side_names("documents", document_name, documents))
         response = await _call(caller.stubs.classification.Score, message, body, names, caller, request)
-        answer = _common("score", response.request_id, response.usage, caller.model.name)
+        answer = _common("score", response.request_id, response.usage, caller.model_name)
         answer["data"] = [{"index": i, "object": "score", "score": each} for i, each in enumerate(response.scores)]
         return await _answer(answer, response.request_id)
 
@@ -82,7 +82,7 @@ def make_router() -> APIRouter:
                 results[-1]["document"] = {"text": documents[index]}
         answer = {
             "id": f"rerank-{response.request_id}",
-            "model": caller.model.name,
+            "model": caller.model_name,
             "results": results,
             "usage": _usage(response.usage),
         }

@@ -52,8 +52,8 @@ def make_router() -> APIRouter:
             first = await while_connected(request, anext(messages))
         in_base64 = body.encoding_format == "base64"
         if not first.HasField("usage"):
-            return _StreamedEmbeddings(first, messages, caller.model.name, in_base64)
-        answer = await answer_of(first, caller.model.name, in_base64)
+            return _StreamedEmbeddings(first, messages, caller.model_name, in_base64)
+        answer = await answer_of(first, caller.model_name, in_base64)
         headers = {"x-request-id": first.request_id}
         return Response(await encoded(answer), headers=headers, media_type="application/json")
 

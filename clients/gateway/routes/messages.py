@@ -87,7 +87,7 @@ class MessageWriter(AnswerWriter):
     num_kept_bytes = 0
 
     def __init__(self, chat: ChatRequest, caller: UpstreamCaller) -> None:
-        self._model = caller.model.name
+        self._model = caller.model_name
         self._reader = ChatReader(chat, caller)
         self._events = MessageEvents()
         self._usage: Json = {}

@@ -1,6 +1,7 @@
 """GET /v1/models: the served models, with the longest context as in vLLM."""
 
 import time
+from collections.abc import Sequence
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
@@ -8,9 +9,10 @@ from pydantic import BaseModel, Field
 import penstock.v1 as pb
 from penstock.clients.gateway.routes.caller_route import ERRORS, CallerDep, CallerRoute
 from penstock.clients.gateway.schemas.unsupported import model_not_found
+from penstock.clients.gateway.upstream.service_link import UpstreamCaller
 
 _MAX_MODELS = 1000
-"""The contract's limit on a page, more than a service has."""
+"""The contract's limit on a page: a service has at most as many adapters."""
 
 
 class ModelCard(BaseModel):
@@ -21,7 +23,7 @@ class ModelCard(BaseModel):
     created: int = Field(description="The Unix timestamp, in seconds, of when this gateway started.")
     owned_by: str = "penstock"
     root: str = Field(description="The same as id.")
-    parent: str | None = None
+    parent: str | None = Field(None, description="For a LoRA adapter: the model that it changes.")
     max_model_len: int = Field(description="The maximum number of tokens of prompt and output together.")
 
 
@@ -39,20 +41,33 @@ def make_router() -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models(caller: CallerDep) -> ModelList:
-        """Lists the served models."""
-        request = pb.ListModelsRequest(page_size=_MAX_MODELS)
-        page = await caller.call(caller.stubs.model.ListModels, request)
-        return ModelList(data=[_card(model, created) for model in page.models])
+        """Lists the served model and its LoRA adapters."""
+        return ModelList(data=[_card(model, created) for model in await _models(caller)])
 
     @router.get("/v1/models/{name:path}")  # names on the hub have a slash
     async def retrieve_model(name: str, caller: CallerDep) -> ModelCard:
         """Returns a model."""
-        if name != caller.model.name:
-            raise model_not_found(name, caller.model.name)
-        return _card(caller.model, created)
+        if name == caller.model.name:
+            return _card(caller.model, created)
+        models = await _models(caller) if "lora" in caller.model.features else ()
+        for model in models:
+            if model.name == name:
+                return _card(model, created)
+        raise model_not_found(name, caller.model.name)
 
     return router
 
 
+async def _models(caller: UpstreamCaller) -> Sequence[pb.Model]:
+    page = await caller.call(caller.stubs.model.ListModels, pb.ListModelsRequest(page_size=_MAX_MODELS))
+    return page.models
+
+
 def _card(model: pb.Model, created: int) -> ModelCard:
-    return ModelCard(id=model.name, created=created, root=model.name, max_model_len=model.max_model_len)
+    return ModelCard(
+        id=model.name,
+        created=created,
+        root=model.name,
+        parent=model.parent or None,
+        max_model_len=model.max_model_len,
+    )

@@ -113,7 +113,7 @@ async def respond(body: ResponsesRequest, request: Request, caller: CallerDep) -
         earlier.session_id or secrets.token_hex(_SESSION_BYTES),
         encoded_input(body) if is_stored else b"[]",
     )
-    settled = settled_fields(body, caller.model, response.id, is_stored=is_stored)
+    settled = settled_fields(body, caller.model, caller.model_name, response.id, is_stored=is_stored)
     reader, caller_name = ChatReader(converted.chat, caller), converted.names.caller_name
     if body.background:
         writer = ResponseWriter(settled, reader, converted.tools)

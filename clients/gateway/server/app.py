@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from penstock.clients.gateway.errors import install_handlers
 from penstock.clients.gateway.routes import (
+    adapters,
     api_docs,
     chat,
     chat_page,
@@ -150,7 +151,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         telemetry={"tracing": False, "metrics": False, "logs": False},  # gateway/tracing.py has ours
     )
     routes = list(app.routes)
-    for part in _PARTS:
+    for part in (*_PARTS, adapters) if settings.admin_target else _PARTS:
         router = part.make_router()
         app.include_router(router)
         routes += router.routes

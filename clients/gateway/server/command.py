@@ -60,6 +60,7 @@ def gateway_settings(arguments: argparse.Namespace) -> GatewaySettings:
         service=replace(service, api_key=None if key is None else key.value),
         api_key_file=key,
         tenant_header=arguments.tenant_header or "",
+        admin_target=arguments.admin_target or "",
         metrics_target=arguments.metrics_target or "",
         exposed_address=exposed_address(arguments),
         max_body_bytes=arguments.max_body_mib << 20,

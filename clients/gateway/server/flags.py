@@ -109,6 +109,11 @@ def _add_serving_flags(flags: "argparse._ArgumentGroup") -> None:
         "dot and this machine's name)",
     )  # fmt: skip
     flags.add_argument(
+        "--admin-target", metavar="HOST:PORT|unix:PATH",
+        help="the service's --admin-listen: /v1/load_lora_adapter and /v1/unload_lora_adapter are served for callers "
+        "whose key may administer (default: they are not served)",
+    )  # fmt: skip
+    flags.add_argument(
         "--metrics-target",
         type=_host_and_port,
         metavar="HOST:PORT",

@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from starlette.datastructures import Headers
 
 import penstock.v1 as pb
-from penstock.clients.channel import call_metadata
+from penstock.clients.channel import call_metadata, open_channel
 from penstock.clients.errors import RequestFailed, failure_from_call
 from penstock.clients.failover.target_list import channel_for_stream, open_targets, split_targets
 from penstock.clients.gateway.errors import GatewayError, try_again
@@ -33,6 +33,7 @@ from penstock.clients.gateway.upstream.service_state import ServiceState
 from penstock.clients.requests import MAX_START_BYTES
 from penstock.clients.stream import GenerateStream, Receiver
 from penstock.v1 import DescribeTokensRequest, GetModelRequest, GetModelResponse, TokenDescription
+from penstock.v1.admin_pb2_grpc import AdminServiceStub
 from penstock.v1.classification_pb2_grpc import ClassificationServiceStub
 from penstock.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from penstock.v1.generation_pb2_grpc import GenerationServiceStub
@@ -47,13 +48,14 @@ callers."""
 
 
 class _Stubs:
-    """The service's methods besides generation, on one channel."""
+    """The service's methods besides generation, on one channel, and its administration on another."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, admin_channel: grpc.aio.Channel) -> None:
         self.model = ModelServiceStub(channel)
         self.tokenizer = TokenizerServiceStub(channel)
         self.embedding = EmbeddingServiceStub(channel)
         self.classification = ClassificationServiceStub(channel)
+        self.admin = AdminServiceStub(admin_channel)
 
 
 class _Memory:
@@ -79,6 +81,8 @@ class UpstreamCaller:
         """The tenant whose share of the gateway's resources the request uses."""
         self.model = identity.response.model
         """The served model, at most half a minute old when the request arrived."""
+        self.adapter = ""
+        """The LoRA adapter that the request names as its model; empty: none."""
         self.settings = link.settings
         self.stubs = link.stubs
         self._carried: list[tuple[Callable[[], None], Receiver]] = []
@@ -86,22 +90,34 @@ class UpstreamCaller:
         self._num_live = 0
         self.body: BodyInMemory | None = None
 
+    @property
+    def model_name(self) -> str:
+        """The name of what computes the answer: the model, or its adapter."""
+        return self.adapter or self.model.name
+
+    def _named(self, request: Message) -> Message:
+        """Returns the request, for the adapter if there is one."""
+        if self.adapter and "model" in request.DESCRIPTOR.fields_by_name:
+            request.model = self.adapter  # type: ignore[attr-defined]
+        return request
+
     async def call(self, method: Callable[..., Awaitable[T]], request: Message, *, is_short: bool = True) -> T:
         """Calls the service for the caller, such as ``call(caller.stubs.tokenizer.Tokenize, request)``. Without
         ``is_short`` the deadline is that of a generation. Raises RequestFailed, and GatewayError for a request that is
         too large."""
-        return await self._link.call(method, request, self._metadata, is_short=is_short)
+        return await self._link.call(method, self._named(request), self._metadata, is_short=is_short)
 
     def stream(self, method: Callable[..., AsyncIterable[T]], request: Message) -> AsyncGenerator[T, None]:
         """Yields the messages of a call with the deadline of a generation. The call ends with the generator. Raises
         RequestFailed, and GatewayError for a request that is too large."""
-        return self._link.stream(method, request, self._metadata)
+        return self._link.stream(method, self._named(request), self._metadata)
 
     def carry(self, start: pb.GenerationStart, receiver: Receiver) -> Callable[[], None]:
         """Sends a request on the stream of the caller's tenant; returns a function that cancels it. Each ``carry``
         needs one ``done``."""
         if self.tenant:
             start.tenant = self.tenant
+        self._named(start)
         if start.ByteSize() > MAX_START_BYTES:  # a refusal by the transport would end the shared stream
             raise GatewayError(413, "the prompt is too long for one request", code="request_too_large")
         cancel = self._place.carry(self._identity, start, receiver)
@@ -176,7 +192,8 @@ class ServiceLink:
     async def __aenter__(self) -> "ServiceLink":
         # The channel is created here, since it belongs to the running loop.
         self._channel = open_targets(self.settings.service.target, self.settings.service.tls)
-        self.stubs = _Stubs(self._channel)
+        self._admin_channel = _open_admin(self.settings)
+        self.stubs = _Stubs(self._channel, self._admin_channel)
         self.load_reports = LoadReports(self._channel)
         self._state = ServiceState(self._channel, self.settings, lambda: service_needs_key(self))
         self._sweeper = asyncio.create_task(self._sweep(), name="penstock-gateway-sweeper")
@@ -189,6 +206,7 @@ class ServiceLink:
         if self._closing:
             await asyncio.wait(self._closing)
         await self._channel.close()
+        await self._admin_channel.close()
 
     async def caller(self, headers: Headers) -> UpstreamCaller:
         """Returns the caller of a request with these headers, once the service has accepted the key. Raises
@@ -374,3 +392,9 @@ def _own_key_refused() -> RequestFailed:
     failure = RequestFailed(grpc.StatusCode.UNAVAILABLE, message)
     failure.reason, failure.is_final = "GATEWAY_KEY_REFUSED", True
     return failure
+
+
+def _open_admin(settings: GatewaySettings) -> grpc.aio.Channel:
+    """Returns a channel to the service's administration. It connects on first use, so its address may be unknown."""
+    target = settings.admin_target or "unix:unknown"
+    return open_channel(target, None if target.startswith("unix:") else settings.service.tls)

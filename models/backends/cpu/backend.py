@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from penstock.kernels.cpu.bindings import LANES, LibraryMissing
+from penstock.kernels.cpu.bindings import LANES, LibraryMissing, address
 from penstock.kernels.cpu.program import Memory, Step, typed_library
 from penstock.models.backends.base import Backend, SynchronousBackend
+from penstock.models.backends.cpu.adapters import CpuAdapters
 from penstock.models.backends.cpu.loading import DTYPES, SMALL_STEP, ModelLoading
 from penstock.models.backends.cpu.memory import FirstPages
 from penstock.models.backends.cpu.model import CpuModel
@@ -18,15 +19,26 @@ from penstock.models.backends.later_stage import StageRank, load_later_stage
 from penstock.models.backends.pipeline_parallel import ModelPart
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.info import CheckpointInfo
+from penstock.models.checkpoint.lora.adapter import LoraAdapter
 from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 
 
 class CpuBackend(SynchronousBackend):
     """A ``Backend`` over the CPU library."""
 
-    def __init__(self, model: CpuModel, pages: Memory, facts: WorkerFacts, states: Memory | None = None) -> None:
+    def __init__(
+        self,
+        model: CpuModel,
+        pages: Memory,
+        facts: WorkerFacts,
+        states: Memory | None = None,
+        adapters: CpuAdapters | None = None,
+    ) -> None:
         self.facts = facts
         self.model = model
+        self._adapters = adapters
+        if adapters is not None:
+            adapters.attach(model.model)
         self._first_pages = FirstPages(pages, model.model.page_bytes)
         self._program = model.program(pages, states=states)
         self.states = None if states is None else CpuStates(states, facts.state_bytes, self._program)
@@ -43,6 +55,10 @@ class CpuBackend(SynchronousBackend):
 
     copy_in = copy_out
 
+    def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        assert self._adapters is not None, "there are no slots for adapters"
+        self._adapters.load(slot, adapter)
+
     def run(self, batch: Batch) -> BatchResult:
         """Runs the layers and samples the tokens: in one call, or in two if masks are awaited in between."""
         outputs = BatchOutputs(batch, self._sampling, self._num_logits)
@@ -52,6 +68,9 @@ class CpuBackend(SynchronousBackend):
         step = Step(**batch_fields(batch, tables), **outputs.fields, **(features.fields if features else {}))
         if states is not None:
             step.states = states.rows
+        slots = batch.adapters if self._adapters is not None else None  # a draft model's rows may have some
+        if slots is not None:
+            step.adapters = address(slots)
         num_threads = 1 if len(batch.token_ids) <= self._small_step else self.facts.num_threads
         with self._first_pages.paused():
             if batch.masks is None:
@@ -112,10 +131,11 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> Backend:
     loading = ModelLoading(config, info)
     part = ModelPart.whole(loading.spec)
     model = loading.load_weights(part)
+    adapters = loading.allocate_adapters() if config.max_loras else None  # before the KV cache gets the rest
     num_blocks, num_slots = loading.cache_sizes(part)
     pages, states = loading.allocate_pages(part, num_blocks), loading.allocate_states(num_slots)
     facts = loading.facts(part, model.weight_bytes, num_blocks, num_state_slots=num_slots)
-    return CpuBackend(model, pages, facts, states)
+    return CpuBackend(model, pages, facts, states, adapters)
 
 
 def load_stage(config: WorkerConfig, info: CheckpointInfo) -> StageRank:

@@ -7,13 +7,20 @@ from penstock.kernels.cpu.bindings import LANES, StorageFormat, find_kernels
 from penstock.kernels.cpu.program import Library, Memory
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import context_of, shared_facts
+from penstock.models.backends.cpu.adapters import CpuAdapters, adapter_bytes
 from penstock.models.backends.cpu.machine_limits import READ_BYTES, measure_limits
 from penstock.models.backends.cpu.model import CpuModel, load_model
 from penstock.models.backends.cpu.recurrent import slot_floats
 from penstock.models.backends.cpu.sizes import StorageFormats, block_bytes, max_weight_bytes
 from penstock.models.backends.cpu.stage_limits import arithmetic
 from penstock.models.backends.cpu.weights import DummyTensors, FileTensors, Tensors, is_kept
-from penstock.models.backends.memory import CacheSizes, allocated, cache_sizes, check_weights_fit
+from penstock.models.backends.memory import (
+    CacheSizes,
+    allocated,
+    cache_sizes,
+    check_adapters_fit,
+    check_weights_fit,
+)
 from penstock.models.backends.pipeline_parallel import ModelPart, PartWork, StageSpeed, work_of
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.errors import ModelError
@@ -100,6 +107,16 @@ class ModelLoading:
         if model.error.squared_weights:
             logger.info("%s: the weights' relative error is %.2f %%", self.quantization, 100 * model.error.relative)
         return model
+
+    def allocate_adapters(self) -> CpuAdapters:
+        """Allocates the slots of LoRA adapters, in the dtype of the model's floats. Raises ModelError."""
+        config = self.config
+        slots = (self.kernels, self.spec, DTYPES[self.dtype], config.max_loras, config.max_lora_rank)
+        check_adapters_fit(config, adapter_bytes(*slots))
+        try:
+            return CpuAdapters(self.library, *slots)
+        except MemoryError as error:
+            raise ModelError("--max-loras: memory for the adapters cannot be allocated on cpu: give less") from error
 
     def cache_sizes(self, part: ModelPart) -> CacheSizes:
         """Returns how many KV blocks and recurrent states this process has room for, once its weights are loaded.

@@ -4,7 +4,8 @@ launched as a whole, as a CUDA graph if it is small, and the next one may be lau
 With TRITON_INTERPRET=1 everything runs on a CPU, a thousand times slower, for tests without a GPU.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from penstock.kernels.cuda.step import MIN_SEQUENCES, commit, prepare
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import Backend, Finish
+from penstock.models.backends.cuda.adapters import CudaAdapters
 from penstock.models.backends.cuda.attention_libraries import unsupported_attention
 from penstock.models.backends.cuda.features import DeviceFeatures
 from penstock.models.backends.cuda.graphs import StepGraphs, graph_sizes
@@ -29,6 +31,7 @@ from penstock.models.backends.torch_common.host_pages import HostPages
 from penstock.models.backends.torch_common.outputs import HiddenReads
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.info import CheckpointInfo
+from penstock.models.checkpoint.lora.adapter import LoraAdapter
 from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 
 
@@ -38,13 +41,22 @@ class CudaBackend:
     runs_ahead, needs_tokens, states = True, False, None
 
     def __init__(
-        self, spec: ModelSpec, model: CudaModel, memory: StepMemory, host_pages: HostPages, facts: WorkerFacts
+        self,
+        spec: ModelSpec,
+        model: CudaModel,
+        memory: StepMemory,
+        host_pages: HostPages,
+        facts: WorkerFacts,
+        adapters: CudaAdapters | None = None,
     ) -> None:
         self.facts = facts
         self._spec = spec
         self._model = model
         self.embedding, self.head, self.num_logits = model.embedding, model.head, model.num_logits
         self._memory = memory
+        self._adapters = adapters
+        if adapters is not None:
+            adapters.take_room(memory.shape.max_tokens)
         self._host_pages = host_pages
         self._device = model.device
         self._graphs = StepGraphs(self._forward, self._choose, self._device)
@@ -63,6 +75,16 @@ class CudaBackend:
     def copy_in(self, copies: list[tuple[int, int]]) -> None:
         self._host_pages.copy_in(copies)
 
+    def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        assert self._adapters is not None, "there are no slots for adapters"
+        if self._copies is None:
+            self._adapters.load(slot, adapter)
+            return
+        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            self._adapters.load(slot, adapter)
+        stream.synchronize()
+
     def prefault(self) -> None:
         """Does nothing: the device's memory is allocated already."""
 
@@ -71,10 +93,17 @@ class CudaBackend:
         """Runs steps without sequences in every form that occurs, which compiles all kernels, and captures graphs."""
         with launches.warming():
             self._model.measure_products(self._memory.shape.max_tokens)
-            for size in self._warm_sizes():
+            for size in self._with_adapters(self._warm_sizes()):
                 self._choose(size, self._forward(size))
             if self._model.can_be_captured:
-                self._graphs.capture(graph_sizes(self._memory.shape, self._device))
+                self._graphs.capture(self._with_adapters(graph_sizes(self._memory.shape, self._device)))
+
+    def _with_adapters(self, sizes: Iterable[Size]) -> Iterator[Size]:
+        """Yields sizes, and the same for steps with adapters if there are slots for any."""
+        for size in sizes:
+            yield size
+            if self._adapters is not None:
+                yield replace(size, adapted=True)
 
     def _warm_sizes(self) -> Iterator[Size]:
         """Yields sizes for steps of every form besides those of the graphs."""
@@ -92,10 +121,14 @@ class CudaBackend:
     @torch.inference_mode()
     def start_step(self, batch: Batch) -> Finish:
         memory, size = self._memory, Size.of(batch)
+        if self._adapters is not None and batch.adapters is not None:
+            size = replace(size, adapted=True)
         reads_hidden = any(True for _ in batch.pooled_spans()) or any(True for _ in batch.prompt_spans())
         graph = None if reads_hidden else self._graphs.find(size)
         memory.rows.update(batch)
         memory.inputs.write(batch, graph or size, memory.rows)
+        if self._adapters is not None and size.adapted:
+            self._adapters.write(batch, graph or size)
         read = HiddenReads([], [])
         if graph:
             made = self._graphs.run(graph, lambda: self._await_masks(batch))
@@ -146,6 +179,8 @@ class CudaBackend:
         rows = self._memory.rows.rows
         step = self._memory.inputs.step(size)
         prepare(rows, step, PAGE_SLOTS, self._spec.vocab_size)
+        if self._adapters is not None:
+            self._adapters.launch(size)
         ragged = RaggedRows(rows.tables, step.rows, step.query_starts, step.contexts)
         return self._model.forward(step, ragged, size.longest)
 

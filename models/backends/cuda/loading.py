@@ -9,6 +9,7 @@ import torch
 from penstock.kernels.cuda.attention.common import PAGE_SLOTS
 from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.models.backends.base import context_of, shared_facts
+from penstock.models.backends.cuda.adapters import CudaAdapters
 from penstock.models.backends.cuda.attention_libraries import make_attention
 from penstock.models.backends.cuda.linear import CudaLinears, stored_bytes
 from penstock.models.backends.cuda.model import CudaModel
@@ -21,6 +22,7 @@ from penstock.models.backends.cuda.step_io import StepInputs, StepOutputs
 from penstock.models.backends.distributed import join
 from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
 from penstock.models.backends.pipeline_parallel import ModelPart, PartWork, StageSpeed
+from penstock.models.backends.torch_common.adapters import add_slots
 from penstock.models.backends.torch_common.device import torch_device
 from penstock.models.backends.torch_common.fp4_experts import has_fp4_experts, stored_fp4_bytes
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
@@ -75,6 +77,7 @@ class CudaLoading:
         self._linears = CudaLinears(info, at_load, self._device, deterministic=config.deterministic)
         self._part: ModelPart | None = None
         self._weights: Weights | None = None
+        self._adapters: CudaAdapters | None = None
         self._shape: ModelShape | None = None
         self._memory: StepMemory | None = None
 
@@ -90,13 +93,16 @@ class CudaLoading:
         wanted = self._dtype_name if self._quantization == "none" else self._quantization
         check_weights_fit(config, self.spec.architecture, self._weight_bytes(part), wanted, self._parallel)
         self._part = part
-        self._weights = load_weights(
+        weights = load_weights(
             info, self._dtype, self._device, config.load_format, self._num_logits, self._parallel, self._linears.make,
             keeps_fp4=self._keeps_fp4, part=part,
         )  # fmt: skip
         at_load = info.at_load(config.quantization)
         if at_load is not None:
             logger.info("%s: the weights' relative error is %.2f %%", at_load, 100 * self._linears.error.relative)
+        self._weights, self._adapters = add_slots(
+            CudaAdapters, config, self.spec, weights, self._dtype, self._device
+        )
 
     def num_blocks(self) -> int:
         """Allocates the memory of steps, and returns how many KV blocks there is room for. Raises ModelError."""
@@ -122,11 +128,13 @@ class CudaLoading:
         self._linears.take_room(self._dtype, self._shape.max_tokens)
         return min(most_blocks, num_kv_blocks(config, block_bytes, max_model_len, parallel=parallel))
 
-    def whole_model(self, num_blocks: int) -> tuple[CudaModel, StepMemory, HostPages, WorkerFacts]:
+    def whole_model(
+        self, num_blocks: int
+    ) -> tuple[CudaModel, StepMemory, HostPages, WorkerFacts, CudaAdapters | None]:
         """Allocates the pages of a model without stages. Raises ModelError."""
         assert self._memory is not None, "the memory of steps comes first"
         model, host_pages, facts = self._model(num_blocks, ())
-        return model, self._memory, host_pages, facts
+        return model, self._memory, host_pages, facts, self._adapters
 
     def first_part(self, num_blocks: int, layers: Sequence[int]) -> TorchPart:
         assert self._shape is not None, "the memory of steps comes first"

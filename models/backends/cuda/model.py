@@ -27,6 +27,7 @@ from penstock.models.backends.cuda.attention import ModelAttention
 from penstock.models.backends.cuda.linear import CudaLinears, SkinnyLinear
 from penstock.models.backends.pipeline_parallel import ModelPart
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel
+from penstock.models.backends.torch_common.adapters import LoraLinear
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
 from penstock.models.backends.torch_common.rope_tables import cos_sin_tables, query_scales
 from penstock.models.backends.torch_common.weights import (
@@ -303,9 +304,12 @@ class CudaModel:
         if not self._spec.gated_mlp:
             return mlp(x)
         activation = ACTIVATION_NAMES[self._spec.activation]
-        if isinstance(mlp.gate_up, SkinnyLinear) and mlp.gate_up.computes(x):
-            return mlp.down(mlp.gate_up.gated(x, activation))
-        gate_up: Tensor = mlp.gate_up(x)
+        linear = mlp.gate_up
+        if isinstance(linear, LoraLinear) and not linear.adapters.is_active:
+            linear = linear.base
+        if isinstance(linear, SkinnyLinear) and linear.computes(x):
+            return mlp.down(linear.gated(x, activation))
+        gate_up: Tensor = linear(x)
         inner = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         gated_activation(gate_up, activation, inner)
         return mlp.down(inner)

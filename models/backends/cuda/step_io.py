@@ -33,6 +33,8 @@ class Size:
     """The number of lines of logits; 0 only if nothing is sampled."""
     longest: int
     """The most tokens of any sequence."""
+    adapted: bool = False
+    """Whether tokens have LoRA adapters."""
 
     @classmethod
     def of(cls, batch: Batch) -> "Size":
@@ -47,6 +49,7 @@ class Size:
             and self.tokens <= other.tokens
             and self.sampled <= other.sampled
             and self.longest <= other.longest
+            and self.adapted == other.adapted
         )
 
 

@@ -21,6 +21,7 @@ from penstock.models.backends.reference.attention_groups import AttentionGroup, 
 from penstock.models.backends.reference.latent_attention import attend_to_latents
 from penstock.models.backends.stage_part import StageRows
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel
+from penstock.models.backends.torch_common.adapters import TorchAdapters, add_slots
 from penstock.models.backends.torch_common.device import choose_dtype
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
 from penstock.models.backends.torch_common.kv_pages import KVPages
@@ -39,6 +40,7 @@ from penstock.models.backends.torch_common.weights import (
 )
 from penstock.models.batch.batch import Batch
 from penstock.models.checkpoint.info import CheckpointInfo
+from penstock.models.checkpoint.lora.adapter import LoraAdapter
 from penstock.models.errors import ModelError
 from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts
 
@@ -67,10 +69,11 @@ class ReferenceBackend(PagedBackend):
         num_logits: int,
         parallel: TensorParallel,
         states: StateSlots | None = None,
+        adapters: TorchAdapters | None = None,
         part: ModelPart | None = None,
     ) -> None:
         """``spec``, ``weights`` and ``pages`` are the rank's. ``part``: its part of a model in stages, where rank 0 has
-        the whole head."""
+        the whole head. ``weights`` add ``adapters``, if there are any."""
         super().__init__(pages, host_pages, spec.vocab_size)
         self.facts = facts
         self._num_threads = num_threads
@@ -79,6 +82,7 @@ class ReferenceBackend(PagedBackend):
         self._head_parallel = parallel if part is None else ALONE
         self._layers = range(spec.num_layers) if part is None else part.layers
         self.states = states
+        self._adapters = adapters
         self._small_step = SMALL_STEP // spec.num_parameters if spec.num_parameters < SMALL_MODEL else 0
         self._spec = spec
         self._weights = weights
@@ -91,7 +95,13 @@ class ReferenceBackend(PagedBackend):
             for rope, rotary_dim in set(self._rotations)
         }
 
+    def load_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        assert self._adapters is not None, "there are no slots for adapters"
+        self._adapters.load(slot, adapter)
+
     def forward(self, batch: Batch, features: list[Tensor]) -> Tensor:
+        if self._adapters is not None:
+            self._adapters.select(batch)
         self._choose_threads(len(batch.token_ids))
         x = self.embed(batch)
         weights = self._weights
@@ -263,6 +273,7 @@ class ReferenceLoading:
         self._state_bytes = self.spec.state_floats * max(self._dtype.itemsize, 4)
         self._part: ModelPart | None = None
         self._weights: Weights | None = None
+        self._adapters: TorchAdapters | None = None
 
     def measure_speed(self) -> StageSpeed:
         return measure_rank_speed(self._dtype, self._device, self.spec.num_parameters * self._dtype.itemsize)
@@ -281,9 +292,10 @@ class ReferenceLoading:
             number = num_loaded(spec, self._num_logits, part)
         check_weights_fit(config, spec.architecture, number * self._dtype.itemsize, self._dtype_name, parallel)
         self._part = part
-        self._weights = load_weights(
+        weights = load_weights(
             self._info, self._dtype, self._device, config.load_format, self._num_logits, parallel, part=part
         )
+        self._weights, self._adapters = add_slots(TorchAdapters, config, spec, weights, self._dtype, self._device)
 
     def num_blocks(self) -> int:
         return self.cache_sizes().num_blocks
@@ -321,8 +333,9 @@ class ReferenceLoading:
             stage_layers=tuple(layers),
         )
         return ReferenceBackend(
-            spec, weights, pages, host_pages, facts, config.num_threads, self._num_logits, self._parallel, states, part
-        )
+            spec, weights, pages, host_pages, facts, config.num_threads, self._num_logits, self._parallel, states,
+            self._adapters, part,
+        )  # fmt: skip
 
     def first_part(self, num_blocks: int, layers: Sequence[int]) -> TorchPart:
         return TorchPart(self.backend(num_blocks, layers=layers), self._dtype, self._device)

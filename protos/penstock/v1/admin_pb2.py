@@ -29,7 +29,7 @@ from penstock.v1 import settings_pb2 as penstock_dot_v1_dot_settings__pb2
 from penstock.v1 import stats_pb2 as penstock_dot_v1_dot_stats__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/admin.proto\x12\x0bpenstock.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1apenstock/v1/kv_event.proto\x1a\x1epenstock/v1/live_request.proto\x1a\x1apenstock/v1/settings.proto\x1a\x17penstock/v1/stats.proto\"\x0e\n\x0c\x44rainRequest\"&\n\rDrainResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\r\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\x13\n\x11\x46lushCacheRequest\",\n\x12\x46lushCacheResponse\x12\x16\n\x0e\x66lushed_blocks\x18\x01 \x01(\r2\xa3\t\n\x0c\x41\x64minService\x12T\n\nWatchStats\x12\x1e.penstock.v1.WatchStatsRequest\x1a\x1f.penstock.v1.WatchStatsResponse\"\x03\x90\x02\x01\x30\x01\x12\x66\n\x05\x44rain\x12\x19.penstock.v1.DrainRequest\x1a\x1a.penstock.v1.DrainResponse\"&\x90\x02\x02\x82\xd3\xe4\x93\x02\x1d\"\x18/penstock/v1/admin:drain:\x01*\x12j\n\x06Resume\x12\x1a.penstock.v1.ResumeRequest\x1a\x1b.penstock.v1.ResumeResponse\"\'\x90\x02\x02\x82\xd3\xe4\x93\x02\x1e\"\x19/penstock/v1/admin:resume:\x01*\x12z\n\nFlushCache\x12\x1e.penstock.v1.FlushCacheRequest\x1a\x1f.penstock.v1.FlushCacheResponse\"+\x90\x02\x02\x82\xd3\xe4\x93\x02\"\"\x1d/penstock/v1/admin:flushCache:\x01*\x12x\n\x0bGetSettings\x12\x1f.penstock.v1.GetSettingsRequest\x1a .penstock.v1.GetSettingsResponse\"&\x90\x02\x01\x82\xd3\xe4\x93\x02\x1d\x12\x1b/penstock/v1/admin/settings\x12\x84\x01\n\x0eUpdateSettings\x12\".penstock.v1.UpdateSettingsRequest\x1a#.penstock.v1.UpdateSettingsResponse\")\x90\x02\x02\x82\xd3\xe4\x93\x02 2\x1b/penstock/v1/admin/settings:\x01*\x12\x81\x01\n\x07\x45xplain\x12\x1b.penstock.v1.ExplainRequest\x1a\x1c.penstock.v1.ExplainResponse\";\x90\x02\x01\x82\xd3\xe4\x93\x02\x32\x12\x30/penstock/v1/admin/requests/{request_id}:explain\x12{\n\x0cListRequests\x12 .penstock.v1.ListRequestsRequest\x1a!.penstock.v1.ListRequestsResponse\"&\x90\x02\x01\x82\xd3\xe4\x93\x02\x1d\x12\x1b/penstock/v1/admin/requests\x12\x8b\x01\n\x0e\x43\x61ncelRequests\x12\".penstock.v1.CancelRequestsRequest\x1a#.penstock.v1.CancelRequestsResponse\"0\x90\x02\x00\x82\xd3\xe4\x93\x02\'\"\"/penstock/v1/admin/requests:cancel:\x01*\x12]\n\rWatchKvEvents\x12!.penstock.v1.WatchKvEventsRequest\x1a\".penstock.v1.WatchKvEventsResponse\"\x03\x90\x02\x01\x30\x01\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17penstock/v1/admin.proto\x12\x0bpenstock.v1\x1a\x1cgoogle/api/annotations.proto\x1a\x1apenstock/v1/kv_event.proto\x1a\x1epenstock/v1/live_request.proto\x1a\x1apenstock/v1/settings.proto\x1a\x17penstock/v1/stats.proto\"\x0e\n\x0c\x44rainRequest\"&\n\rDrainResponse\x12\x15\n\rlive_requests\x18\x01 \x01(\r\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"\x13\n\x11\x46lushCacheRequest\",\n\x12\x46lushCacheResponse\x12\x16\n\x0e\x66lushed_blocks\x18\x01 \x01(\r\"W\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0c\n\x04slot\x18\x04 \x01(\r\x12\x14\n\x0crunning_rows\x18\x05 \x01(\r\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"<\n\x13LoadAdapterResponse\x12%\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x14.penstock.v1.Adapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\">\n\x14ListAdaptersResponse\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.penstock.v1.Adapter2\xae\x0c\n\x0c\x41\x64minService\x12T\n\nWatchStats\x12\x1e.penstock.v1.WatchStatsRequest\x1a\x1f.penstock.v1.WatchStatsResponse\"\x03\x90\x02\x01\x30\x01\x12\x66\n\x05\x44rain\x12\x19.penstock.v1.DrainRequest\x1a\x1a.penstock.v1.DrainResponse\"&\x90\x02\x02\x82\xd3\xe4\x93\x02\x1d\"\x18/penstock/v1/admin:drain:\x01*\x12j\n\x06Resume\x12\x1a.penstock.v1.ResumeRequest\x1a\x1b.penstock.v1.ResumeResponse\"\'\x90\x02\x02\x82\xd3\xe4\x93\x02\x1e\"\x19/penstock/v1/admin:resume:\x01*\x12z\n\nFlushCache\x12\x1e.penstock.v1.FlushCacheRequest\x1a\x1f.penstock.v1.FlushCacheResponse\"+\x90\x02\x02\x82\xd3\xe4\x93\x02\"\"\x1d/penstock/v1/admin:flushCache:\x01*\x12x\n\x0bGetSettings\x12\x1f.penstock.v1.GetSettingsRequest\x1a .penstock.v1.GetSettingsResponse\"&\x90\x02\x01\x82\xd3\xe4\x93\x02\x1d\x12\x1b/penstock/v1/admin/settings\x12\x84\x01\n\x0eUpdateSettings\x12\".penstock.v1.UpdateSettingsRequest\x1a#.penstock.v1.UpdateSettingsResponse\")\x90\x02\x02\x82\xd3\xe4\x93\x02 2\x1b/penstock/v1/admin/settings:\x01*\x12\x81\x01\n\x07\x45xplain\x12\x1b.penstock.v1.ExplainRequest\x1a\x1c.penstock.v1.ExplainResponse\";\x90\x02\x01\x82\xd3\xe4\x93\x02\x32\x12\x30/penstock/v1/admin/requests/{request_id}:explain\x12{\n\x0cListRequests\x12 .penstock.v1.ListRequestsRequest\x1a!.penstock.v1.ListRequestsResponse\"&\x90\x02\x01\x82\xd3\xe4\x93\x02\x1d\x12\x1b/penstock/v1/admin/requests\x12\x8b\x01\n\x0e\x43\x61ncelRequests\x12\".penstock.v1.CancelRequestsRequest\x1a#.penstock.v1.CancelRequestsResponse\"0\x90\x02\x00\x82\xd3\xe4\x93\x02\'\"\"/penstock/v1/admin/requests:cancel:\x01*\x12]\n\rWatchKvEvents\x12!.penstock.v1.WatchKvEventsRequest\x1a\".penstock.v1.WatchKvEventsResponse\"\x03\x90\x02\x01\x30\x01\x12\x80\x01\n\x0bLoadAdapter\x12\x1f.penstock.v1.LoadAdapterRequest\x1a .penstock.v1.LoadAdapterResponse\".\x90\x02\x02\x82\xd3\xe4\x93\x02%\" /penstock/v1/admin/adapters:load:\x01*\x12\x88\x01\n\rUnloadAdapter\x12!.penstock.v1.UnloadAdapterRequest\x1a\".penstock.v1.UnloadAdapterResponse\"0\x90\x02\x02\x82\xd3\xe4\x93\x02\'\"\"/penstock/v1/admin/adapters:unload:\x01*\x12{\n\x0cListAdapters\x12 .penstock.v1.ListAdaptersRequest\x1a!.penstock.v1.ListAdaptersResponse\"&\x90\x02\x01\x82\xd3\xe4\x93\x02\x1d\x12\x1b/penstock/v1/admin/adaptersBP\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -57,6 +57,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADMINSERVICE'].methods_by_name['CancelRequests']._serialized_options = b'\220\002\000\202\323\344\223\002\'\"\"/penstock/v1/admin/requests:cancel:\001*'
   _globals['_ADMINSERVICE'].methods_by_name['WatchKvEvents']._loaded_options = None
   _globals['_ADMINSERVICE'].methods_by_name['WatchKvEvents']._serialized_options = b'\220\002\001'
+  _globals['_ADMINSERVICE'].methods_by_name['LoadAdapter']._loaded_options = None
+  _globals['_ADMINSERVICE'].methods_by_name['LoadAdapter']._serialized_options = b'\220\002\002\202\323\344\223\002%\" /penstock/v1/admin/adapters:load:\001*'
+  _globals['_ADMINSERVICE'].methods_by_name['UnloadAdapter']._loaded_options = None
+  _globals['_ADMINSERVICE'].methods_by_name['UnloadAdapter']._serialized_options = b'\220\002\002\202\323\344\223\002\'\"\"/penstock/v1/admin/adapters:unload:\001*'
+  _globals['_ADMINSERVICE'].methods_by_name['ListAdapters']._loaded_options = None
+  _globals['_ADMINSERVICE'].methods_by_name['ListAdapters']._serialized_options = b'\220\002\001\202\323\344\223\002\035\022\033/penstock/v1/admin/adapters'
   _globals['_DRAINREQUEST']._serialized_start=183
   _globals['_DRAINREQUEST']._serialized_end=197
   _globals['_DRAINRESPONSE']._serialized_start=199
@@ -69,6 +75,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLUSHCACHEREQUEST']._serialized_end=293
   _globals['_FLUSHCACHERESPONSE']._serialized_start=295
   _globals['_FLUSHCACHERESPONSE']._serialized_end=339
-  _globals['_ADMINSERVICE']._serialized_start=342
-  _globals['_ADMINSERVICE']._serialized_end=1529
+  _globals['_ADAPTER']._serialized_start=341
+  _globals['_ADAPTER']._serialized_end=428
+  _globals['_LOADADAPTERREQUEST']._serialized_start=430
+  _globals['_LOADADAPTERREQUEST']._serialized_end=478
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=480
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=540
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=542
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=578
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=580
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=603
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=605
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=626
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=628
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=690
+  _globals['_ADMINSERVICE']._serialized_start=693
+  _globals['_ADMINSERVICE']._serialized_end=2275
 # @@protoc_insertion_point(module_scope)

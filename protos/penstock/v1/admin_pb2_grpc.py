@@ -91,6 +91,21 @@ class AdminServiceStub(object):
                 request_serializer=penstock_dot_v1_dot_kv__event__pb2.WatchKvEventsRequest.SerializeToString,
                 response_deserializer=penstock_dot_v1_dot_kv__event__pb2.WatchKvEventsResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/penstock.v1.AdminService/LoadAdapter',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/penstock.v1.AdminService/UnloadAdapter',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/penstock.v1.AdminService/ListAdapters',
+                request_serializer=penstock_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=penstock_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -179,6 +194,30 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads a LoRA adapter from a directory of the service's host, in peft's layout; then requests may name it in `model`.
+        Running requests go on meanwhile. INVALID_ARGUMENT if its files are damaged, do not fit the model or have another
+        adapter's name. Loading the same adapter twice changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Unloads a LoRA adapter: new requests that name it are refused, and those that the service has accepted finish.
+        NOT_FOUND if there is no adapter of this name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Lists the LoRA adapters, by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -231,6 +270,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.WatchKvEvents,
                     request_deserializer=penstock_dot_v1_dot_kv__event__pb2.WatchKvEventsRequest.FromString,
                     response_serializer=penstock_dot_v1_dot_kv__event__pb2.WatchKvEventsResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=penstock_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=penstock_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -506,6 +560,87 @@ class AdminService(object):
             '/penstock.v1.AdminService/WatchKvEvents',
             penstock_dot_v1_dot_kv__event__pb2.WatchKvEventsRequest.SerializeToString,
             penstock_dot_v1_dot_kv__event__pb2.WatchKvEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.AdminService/LoadAdapter',
+            penstock_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.AdminService/UnloadAdapter',
+            penstock_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.AdminService/ListAdapters',
+            penstock_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            penstock_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -78,6 +78,17 @@ class AdminServiceStub:
     prefix is cached. The first message comes at once. The events contain prompts, as token ids. The stream ends with
     UNAVAILABLE when the service stops.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
+    """Loads a LoRA adapter from a directory of the service's host, in peft's layout; then requests may name it in `model`.
+    Running requests go on meanwhile. INVALID_ARGUMENT if its files are damaged, do not fit the model or have another
+    adapter's name. Loading the same adapter twice changes nothing.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]
+    """Unloads a LoRA adapter: new requests that name it are refused, and those that the service has accepted finish.
+    NOT_FOUND if there is no adapter of this name.
+    """
+    ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
+    """Lists the LoRA adapters, by name."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -125,6 +136,17 @@ class AdminServiceAsyncStub(AdminServiceStub):
     prefix is cached. The first message comes at once. The events contain prompts, as token ids. The stream ends with
     UNAVAILABLE when the service stops.
     """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Loads a LoRA adapter from a directory of the service's host, in peft's layout; then requests may name it in `model`.
+    Running requests go on meanwhile. INVALID_ARGUMENT if its files are damaged, do not fit the model or have another
+    adapter's name. Loading the same adapter twice changes nothing.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Unloads a LoRA adapter: new requests that name it are refused, and those that the service has accepted finish.
+    NOT_FOUND if there is no adapter of this name.
+    """
+    ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
+    """Lists the LoRA adapters, by name."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Serves operators and routers, on a listener of its own (`penstock serve --admin-listen`), never on the callers' one.
@@ -229,5 +251,34 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         prefix is cached. The first message comes at once. The events contain prompts, as token ids. The stream ends with
         UNAVAILABLE when the service stops.
         """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _admin_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_pb2.LoadAdapterResponse]]:
+        """Loads a LoRA adapter from a directory of the service's host, in peft's layout; then requests may name it in `model`.
+        Running requests go on meanwhile. INVALID_ARGUMENT if its files are damaged, do not fit the model or have another
+        adapter's name. Loading the same adapter twice changes nothing.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _admin_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UnloadAdapterResponse, _abc.Awaitable[_admin_pb2.UnloadAdapterResponse]]:
+        """Unloads a LoRA adapter: new requests that name it are refused, and those that the service has accepted finish.
+        NOT_FOUND if there is no adapter of this name.
+        """
+
+    @_abc_1.abstractmethod
+    def ListAdapters(
+        self,
+        request: _admin_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_pb2.ListAdaptersResponse]]:
+        """Lists the LoRA adapters, by name."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -207,6 +207,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_NOT_RESUMABLE: _ErrorReason.ValueType  # 56
     """A request of this kind cannot be continued at another replica. Send it again without `resume_from`."""
+    ERROR_REASON_ADAPTER_FAILED: _ErrorReason.ValueType  # 57
+    """The LoRA adapter of the request could not be loaded again: its files are missing or have changed. An operator has to
+    unload the adapter and load it again.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """The reasons for which requests fail. A google.rpc.Status of this service has a google.rpc.ErrorInfo among its
@@ -365,6 +369,10 @@ names which. Send the same request to a replica that is configured like the firs
 """
 ERROR_REASON_NOT_RESUMABLE: ErrorReason.ValueType  # 56
 """A request of this kind cannot be continued at another replica. Send it again without `resume_from`."""
+ERROR_REASON_ADAPTER_FAILED: ErrorReason.ValueType  # 57
+"""The LoRA adapter of the request could not be loaded again: its files are missing or have changed. An operator has to
+unload the adapter and load it again.
+"""
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
 ERROR_CODE_FIELD_NUMBER: _builtins.int

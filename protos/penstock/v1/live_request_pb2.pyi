@@ -47,6 +47,8 @@ class _WaitCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WaitCause.V
     """The new worker."""
     WAIT_CAUSE_STATES: _WaitCause.ValueType  # 9
     """A slot for its recurrent state: rows and snapshots that are being made use all of them."""
+    WAIT_CAUSE_ADAPTER: _WaitCause.ValueType  # 10
+    """Its LoRA adapter: it is being loaded, or all slots are in use."""
 
 class WaitCause(_WaitCause, metaclass=_WaitCauseEnumTypeWrapper):
     """What a choice waits for."""
@@ -71,6 +73,8 @@ WAIT_CAUSE_WORKER: WaitCause.ValueType  # 8
 """The new worker."""
 WAIT_CAUSE_STATES: WaitCause.ValueType  # 9
 """A slot for its recurrent state: rows and snapshots that are being made use all of them."""
+WAIT_CAUSE_ADAPTER: WaitCause.ValueType  # 10
+"""Its LoRA adapter: it is being loaded, or all slots are in use."""
 Global___WaitCause: _TypeAlias = WaitCause  # noqa: Y015
 
 class _PreemptionCause:
@@ -163,6 +167,8 @@ class _RequestEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestEnd
     """An internal error."""
     REQUEST_END_SUPERSEDED: _RequestEnd.ValueType  # 12
     """Another request of the same caller replaced it."""
+    REQUEST_END_ADAPTER_FAILED: _RequestEnd.ValueType  # 13
+    """Its LoRA adapter could not be loaded again."""
 
 class RequestEnd(_RequestEnd, metaclass=_RequestEndEnumTypeWrapper):
     """How a request ended."""
@@ -195,6 +201,8 @@ REQUEST_END_INTERNAL: RequestEnd.ValueType  # 11
 """An internal error."""
 REQUEST_END_SUPERSEDED: RequestEnd.ValueType  # 12
 """Another request of the same caller replaced it."""
+REQUEST_END_ADAPTER_FAILED: RequestEnd.ValueType  # 13
+"""Its LoRA adapter could not be loaded again."""
 Global___RequestEnd: _TypeAlias = RequestEnd  # noqa: Y015
 
 class _TimelineKind:

@@ -28,7 +28,9 @@ class GetModelRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """The name of the model: at most 256 bytes. NOT_FOUND for one that is not served. Default: the only model."""
+    """The name of the model, or of one of its LoRA adapters: at most 256 bytes. NOT_FOUND for one that is not served.
+    Default: the only model.
+    """
     tenant: _builtins.str
     """The tenant that the call is made for: 1 to 64 characters of [A-Za-z0-9_.-]. Only a caller with the right to act for
     others may name a tenant other than its own; PERMISSION_DENIED otherwise. Default: the caller's own.
@@ -127,7 +129,7 @@ class ListModelsResponse(_message.Message):
     """The `page_token` of the next page. Empty on the last page."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]:
-        """The models, by name. This version of the service serves one."""
+        """The model, then its LoRA adapters by name."""
 
     def __init__(
         self,
@@ -168,6 +170,7 @@ class Model(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name of the model, for the field `model` of requests: that of `--served-model-name`, otherwise the name of the
     directory or the id on the hub.
@@ -206,6 +209,8 @@ class Model(_message.Message):
     """The backend that computes: "reference", "cpu" or "cuda"."""
     version: _builtins.str
     """The version of the service."""
+    parent: _builtins.str
+    """For a LoRA adapter: the name of the model that it changes. Empty for a model."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens that end an output unless `sampling.ignore_eos` is set: those of the model's config.json,
@@ -254,10 +259,11 @@ class Model(_message.Message):
         speculation: _builtins.str = ...,
         backend: _builtins.str = ...,
         version: _builtins.str = ...,
+        parent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "sampling_defaults", b"sampling_defaults"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "backend", b"backend", "dtype", b"dtype", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "labels", b"labels", "limits", b"limits", "max_model_len", b"max_model_len", "name", b"name", "quantization", b"quantization", "reasoning_parser", b"reasoning_parser", "sampling_defaults", b"sampling_defaults", "speculation", b"speculation", "tool_call_parser", b"tool_call_parser", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "backend", b"backend", "dtype", b"dtype", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "features", b"features", "has_chat_template", b"has_chat_template", "kv_cache_dtype", b"kv_cache_dtype", "labels", b"labels", "limits", b"limits", "max_model_len", b"max_model_len", "name", b"name", "parent", b"parent", "quantization", b"quantization", "reasoning_parser", b"reasoning_parser", "sampling_defaults", b"sampling_defaults", "speculation", b"speculation", "tool_call_parser", b"tool_call_parser", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

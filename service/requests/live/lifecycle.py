@@ -142,6 +142,7 @@ class RequestLifecycle:
         try:
             self.tenant = self._principal.tenant_for(start.tenant)
             self._request_context.engine.charge(self.tenant, Rated.REQUEST)  # first: a refusal counts too
+            self._request_context.request_builder.adapters.find(start.model, self.tenant)
             self._request_context.request_builder.check(start)
             if takes_appends:
                 self._injections.allow(start)
@@ -378,7 +379,10 @@ class RequestLifecycle:
         conversations, wanted = self._request_context.conversations, self._request.retain_s > 0
         if self._session_id:
             conversations.return_times.ended(self.tenant, self._session_id)
-        return conversations.keep(self.request_id, self.tenant, context, wanted=wanted, continues=self._continues)
+        adapter = b"" if self._request.adapter is None else self._request.adapter.digest
+        return conversations.keep(
+            self.request_id, self.tenant, context, wanted=wanted, continues=self._continues, adapter=adapter
+        )
 
     def _report(self, finished: RequestFinished) -> None:
         end = End(

@@ -5,13 +5,13 @@ request. Knows neither calls nor the engine.
 from collections.abc import Callable, Iterator, Sequence
 
 import penstock.v1 as pb
-from penstock.kv.block_hash import tenant_salt
 from penstock.scheduler.plan import Pooling, SamplingParams
 from penstock.scheduler.request import Event, Prompt, Request
 from penstock.service.config.field_rules import Limit
 from penstock.service.config.limits import Validator
 from penstock.service.config.text_size import MAX_TEXT_BYTES, utf8_bytes
 from penstock.service.errors import Reason, ServiceError, invalid
+from penstock.service.requests.adapters import AdapterRegistry
 from penstock.service.requests.preparation import Origin
 from penstock.service.text.detokenizer import IdsOnly
 from penstock.service.text.prompt_limit import PromptLimit
@@ -31,10 +31,13 @@ Encoded = tuple[list[int], PromptLimit]
 class PooledInputs:
     """Handles the inputs of requests to one served model."""
 
-    def __init__(self, validator: Validator, pool: TokenizerPool, model_name: str) -> None:
+    def __init__(
+        self, validator: Validator, pool: TokenizerPool, model_name: str, adapters: AdapterRegistry | None = None
+    ) -> None:
+        """``adapters`` are those that requests may name as their model."""
         self.validator = validator
         self.pool = pool
-        self._model_name = model_name
+        self._adapters = adapters or AdapterRegistry(model_name)
 
     def check(self, inputs: Sequence[pb.EmbedInput], truncates: bool) -> None:
         """Makes all checks of inputs that are possible before they are tokenized. Raises ServiceError."""
@@ -81,7 +84,7 @@ class PooledInputs:
     ) -> Request:
         """Returns the scheduler's request for inputs, at least one; tokenizes them. ``field`` is the request's field
         with the inputs. Slow, so it is for the tokenizer's threads. Raises ServiceError."""
-        salt = tenant_salt(self._model_name, origin.tenant)
+        adapter, salt = self._adapters.resolve(request.model, origin.tenant)
         prompts: list[Prompt] = []
         num_tokens = 0
         for token_ids, limit in encoded:
@@ -105,6 +108,7 @@ class PooledInputs:
             client_request_id=request.client_request_id,
             arrival=origin.arrival,
             hash_salt=salt,
+            adapter=adapter,
             pooling=pooling,
             more_prompts=others,
         )

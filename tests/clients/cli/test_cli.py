@@ -13,7 +13,7 @@ HEAVY = {"grpc", "tqdm", "torch", "msgspec", "tokenizers"}
 def test_help_has_a_line_for_each_command(capsys):
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert len(commands.COMMANDS) == 19
+    assert len(commands.COMMANDS) == 20
     for name in commands.COMMANDS:
         assert re.search(rf"^  {name} +\w", out, re.MULTILINE)
     assert "examples:" in out
@@ -35,7 +35,8 @@ def test_an_unknown_command(capsys):
     assert cli.main(["bake"]) == 2
     assert (
         "the commands are serve, worker, gateway, status-page, chat, generate, bench, simulate, profile, top, explain, "
-        "requests, cancel, drain, flush-cache, settings, models, doctor, completion" in capsys.readouterr().err
+        "requests, cancel, drain, flush-cache, adapters, settings, models, doctor, completion"
+        in capsys.readouterr().err
     )
 
 

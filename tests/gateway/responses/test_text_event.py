@@ -17,7 +17,8 @@ from penstock.clients.gateway.schemas.chat import ChatRequest
 from penstock.clients.gateway.schemas.completions import CompletionRequest
 from penstock.clients.output import Logprobs, ToolCallPart
 
-CALLER: Any = SimpleNamespace(model=SimpleNamespace(name='a "model"', version="7", eos_token_ids=[1]))
+NAME = 'a "model"'
+CALLER: Any = SimpleNamespace(model_name=NAME, model=SimpleNamespace(name=NAME, version="7", eos_token_ids=[1]))
 HARD = st.sampled_from(
     ["", '"', "\\", "\n", "\0", "\x7f", "\x85", "\u2028", "\u2029", "é", "😀", "\ufffd", "</script>"]
 )

@@ -42,6 +42,9 @@ class Watched:
         self._seeds.clear()
         return await self.executor.start()
 
+    async def load_adapter(self, load):
+        return await self.executor.load_adapter(load)
+
     def submit(self, plan):
         self.executor.submit(plan)
         for number in plan.dropped:

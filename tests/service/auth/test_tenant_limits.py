@@ -97,3 +97,18 @@ def test_a_service_does_not_start_with_an_empty_file(tmp_path):
     path.touch()
     with pytest.raises(FileError, match=r"--tenants-file .*tenants\.yaml: is empty; write \{\} for no limits"):
         OperatorFiles.load(parse_config([f"--tenants-file={path}"]))
+
+
+def test_the_adapters_that_a_tenant_may_use(load):
+    tenants = load("default: {adapters: [a]}\nacme: {weight: 2, adapters: [a, b/c]}\nzenith: {adapters: []}\nbare:\n")
+    assert tenants.adapters_of("acme") == {"a", "b/c"}
+    assert tenants.adapters_of("zenith") == frozenset()
+    assert tenants.adapters_of("bare") is None, "all"
+    assert tenants.adapters_of("anyone else") == {"a"}
+    assert load("acme: {adapters: [a]}").adapters_of("anyone else") is None
+
+
+@pytest.mark.parametrize("value", ["a", "{a: b}", "[[a]]", "[a, '']", "null"])
+def test_adapters_that_are_no_list_of_names(load, value):
+    with pytest.raises(FileError, match="acme: adapters: must be a list of names"):
+        load(f"acme: {{adapters: {value}}}")

@@ -7,6 +7,7 @@
 namespace penstock {
 
 void StepRun::layer(const DecoderLayer& layer, int index) {
+  layer_index_ = index;
   take_sizes(layer);
   uint8_t* pages = model_.pages + layer.kv_offset;
   bool last = index == model_.num_layers - 1;
@@ -17,6 +18,12 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
                           : prepare(layer.qkv, x_, model_.hidden_size, num_rows_, layer.attention_norm);
     spent_on(STAGE_NORM);
     product(layer.qkv, inputs, qkv_, qkv_size_, OUTPUT_STORE);
+    if (attends && !layer.latent.rank) {
+      const LoraTarget targets[] = {{LORA_Q, 0, LANES}, {LORA_K, query_size_, LANES},
+                                    {LORA_V, query_size_ + kv_size_, LANES}};
+      add_adapters(targets, !layer.has_kv ? 1 : layer.values_are_keys ? 2 : 3, x_, model_.hidden_size,
+                   model_.hidden_size, layer.attention_norm, qkv_, qkv_size_);
+    }
     spent_on(STAGE_QKV);
   }
   if (attends) {
@@ -74,6 +81,9 @@ void StepRun::add_attention(const DecoderLayer& layer) {
   Prepared inputs = prepare(layer.output, values, size, num_rows_, Norm{});
   bool direct = !layer.attention_post_norm.weight;
   product(layer.output, inputs, direct ? x_ : delta_, model_.hidden_size, direct ? OUTPUT_ADD : OUTPUT_STORE);
+  const LoraTarget target = {LORA_O, 0, LANES};
+  if (!layer.recurrent.kind)
+    add_adapters(&target, 1, values, size, static_cast<int>(size), Norm{}, direct ? x_ : delta_, model_.hidden_size);
   if (!direct) add_sublayer(layer.attention_post_norm);
   spent_on(STAGE_OUTPUT);
 }
@@ -210,6 +220,13 @@ void StepRun::attend(const DecoderLayer& layer, uint8_t* pages) {
   });
 }
 
+// The slots of the requested rows.
+const int32_t* StepRun::wanted_slots(int wanted) {
+  int32_t* slots = arena_.take<int32_t>(wanted);
+  for (int i = 0; i < wanted; i++) slots[i] = slots_[step_.wanted(i)];
+  return slots;
+}
+
 // Moves the requested rows of x to the front, and those of attention if there are any yet. Those whose logits are
 // requested are in the order in which the head reads them.
 void StepRun::keep_wanted_rows(bool has_mixed) {
@@ -235,6 +252,7 @@ void StepRun::keep_wanted_rows(bool has_mixed) {
   layer_inputs_ = layer_inputs;
   mixed_ = mixed;
   num_rows_ = wanted;
+  if (slots_) group_adapted(wanted_slots(wanted));
 }
 
 // Moves the requested rows of x to the front, in the same order, and divides the attention of the layers from `index` on
@@ -265,15 +283,22 @@ void StepRun::mlp(const PackedMlp& mlp, int inner, const Norm& norm, float* out,
   // A gated product writes whole panels.
   int64_t stride = (inner + LANES - 1) / LANES * LANES;
   auto activation = static_cast<Activation>(model_.activation);
+  bool adapted = num_adapted_rows_ > 0 && &mlp == &model_.layers[layer_index_].mlp;
   Prepared inputs = prepare(mlp.gate_up, x_, model_.hidden_size, num_rows_, norm);
   spent_on(STAGE_NORM);
   if (!model_.gated_mlp) {
     product(mlp.gate_up, inputs, inner_, stride, OUTPUT_STORE);
+    const LoraTarget up = {LORA_UP, 0, LANES};
+    if (adapted) add_adapters(&up, 1, x_, model_.hidden_size, model_.hidden_size, norm, inner_, stride);
     each(num_rows_, [&](int row, int) { kernels_.activate(inner_ + row * stride, inner, activation); });
+  } else if (mlp.gate_up.num_parts == 1 && adapted) {
+    adapted_gate_up(mlp.gate_up, inputs, stride, norm);
   } else if (mlp.gate_up.num_parts == 1) {
     product(mlp.gate_up, inputs, inner_, stride, OUTPUT_GATED);
   } else {
     product(mlp.gate_up, inputs, gate_up_, 2 * inner, OUTPUT_STORE);
+    const LoraTarget targets[] = {{LORA_GATE, 0, LANES}, {LORA_UP, inner, LANES}};
+    if (adapted) add_adapters(targets, 2, x_, model_.hidden_size, model_.hidden_size, norm, gate_up_, 2 * inner);
     each(num_rows_, [&](int row, int) {
       const float* gate = gate_up_ + static_cast<int64_t>(row) * 2 * inner;
       kernels_.gated(gate, gate + inner, inner, activation, inner_ + row * stride);
@@ -282,6 +307,8 @@ void StepRun::mlp(const PackedMlp& mlp, int inner, const Norm& norm, float* out,
   spent_on(STAGE_GATE_UP);
   inputs = prepare(mlp.down, inner_, stride, num_rows_, Norm{});
   product(mlp.down, inputs, out, model_.hidden_size, mode);
+  const LoraTarget down = {LORA_DOWN, 0, LANES};
+  if (adapted) add_adapters(&down, 1, inner_, stride, inner, Norm{}, out, model_.hidden_size);
 }
 
 void StepRun::add_sublayer(const Norm& post_norm) {

@@ -16,6 +16,15 @@ struct PackedLinear {
   Matrix parts[3];
 };
 
+// A LoRA adapter of one linear: B A x is added to its output. Without rows of A, there is none.
+struct LoraPair {
+  Matrix a;  // (rank, columns of the linear)
+  Matrix b;  // (rows of the linear, rank)
+};
+
+// The linears of a layer that adapters change.
+enum LoraModule : int32_t { LORA_Q, LORA_K, LORA_V, LORA_O, LORA_GATE, LORA_UP, LORA_DOWN, NUM_LORA_MODULES };
+
 enum QkNorm : int32_t { QK_NORM_NONE = 0, QK_NORM_HEAD = 1, QK_NORM_ALL = 2, QK_NORM_EACH_HEAD = 3 };
 
 // A norm of the model's kind. Without a weight, there is none.
@@ -156,8 +165,11 @@ struct DecoderModel {
   const Rope* ropes;
   uint8_t* pages;
   int64_t page_bytes;  // of 16 tokens in all layers
-  float* states;         // the slots of recurrent states, or null
-  int64_t state_floats;  // of a slot
+  const LoraPair* adapters;  // (slots, num_layers, NUM_LORA_MODULES): slot s is at s - 1; or null
+  int32_t adapter_format;    // of their matrices: FORMAT_F32 or FORMAT_BF16
+  int32_t adapter_rank;      // the largest that a slot may have
+  float* states;             // the slots of recurrent states, or null
+  int64_t state_floats;      // of a slot
 };
 
 // How recurrent states of rows advance. The first `certain` tokens of a row advance its state; those after them are
@@ -211,6 +223,7 @@ struct Step {
   const float* features_in;  // (T, num_features * hidden_size): features of the target model
   const float* hidden;       // (T, hidden_size): the output of the previous step, or of the layers before
   float* hidden_out;         // (num_sampled, hidden_size): x after the last layer; or null
+  const int32_t* adapters;   // (T,): the slot of each token's adapter, 0: none; or null: no token has one
   StateRows states;          // of the R rows, if the model has recurrent layers
 
   int num_logits_wanted() const { return num_sampled + num_scored; }

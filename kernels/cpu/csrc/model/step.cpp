@@ -72,6 +72,7 @@ void StepRun::begin() {
   lay_out();
   find_pages();
   find_angles();
+  if (step_.adapters) group_adapted(step_.adapters);
   if (step_.hidden && !model_.fc.num_parts) {
     copy_rows(step_.hidden, step_.num_tokens, x_, model_.hidden_size);
   } else {

@@ -28,6 +28,18 @@ struct Routing {
   const float* weights;   // one per pair
 };
 
+// Rows of x with the adapter in one slot: those in [begin, end) of the list of rows with adapters.
+struct AdaptedBlock {
+  int32_t slot, begin, end;
+};
+
+// Where a linear's output goes: its columns [16 i, 16 i + 16) are at `column` + i * `step` of a row.
+struct LoraTarget {
+  LoraModule module;
+  int64_t column;
+  int64_t step;
+};
+
 // Parts of rows, one for each head. Strides are in floats.
 struct HeadRows {
   float* data;
@@ -90,6 +102,7 @@ class StepRun {
   void rotate_and_write(const DecoderLayer& layer, uint8_t* pages);
   void write_kv(const DecoderLayer& layer, uint8_t* page, int slot, int tokens, const float* keys, float* values);
   void attend(const DecoderLayer& layer, uint8_t* pages);
+  const int32_t* wanted_slots(int wanted);
   void keep_wanted_rows(bool has_mixed);
   void keep_wanted_queries(int index);
   void add_attention(const DecoderLayer& layer);
@@ -132,6 +145,13 @@ class StepRun {
   // model/linear.cpp Rounds `rows` rows of x for a product, after a norm if there is one.
   Prepared prepare(const PackedLinear& linear, const float* x, int64_t stride, int rows, const Norm& norm);
   void product(const PackedLinear& linear, const Prepared& inputs, float* out, int64_t stride, OutputMode mode);
+
+  // model/adapters.cpp Groups the rows of x by the slots of their adapters, of which there is one for each row.
+  void group_adapted(const int32_t* slots);
+  // Adds the adapters of linears on the same inputs, the rows of x after a norm if there is one, to the rows of out.
+  void add_adapters(const LoraTarget* targets, int num_targets, const float* x, int64_t stride, int columns,
+                    const Norm& norm, float* out, int64_t out_stride);
+  void adapted_gate_up(const PackedLinear& gate_up, const Prepared& inputs, int64_t stride, const Norm& norm);
 
   // attention/schedule.cpp
   AttentionPlan plan_attention(const DecoderLayer& layer);
@@ -185,6 +205,12 @@ class StepRun {
   float* partials_;
   float* logits_;  // of the requested rows that the head computes at once
   int64_t logits_stride_;
+  int layer_index_ = 0;  // of the current layer
+  const int32_t* slots_ = nullptr;  // of the adapter of each row of x; null: none has one
+  int32_t* adapted_rows_ = nullptr;  // the rows of x with an adapter, by slot
+  int num_adapted_rows_ = 0;
+  AdaptedBlock* adapted_blocks_ = nullptr;
+  int num_adapted_blocks_ = 0;
 };
 
 }  // namespace penstock

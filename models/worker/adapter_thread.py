@@ -1,0 +1,63 @@
+"""Loads LoRA adapters beside the steps: a thread reads and checks their files, and writes them into unused slots."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+
+from penstock.models.architecture.spec import ModelSpec
+from penstock.models.backends.base import Backend
+from penstock.models.checkpoint.checkpoint import check_checkpoint
+from penstock.models.checkpoint.lora.adapter import read_adapter
+from penstock.models.errors import ModelError
+from penstock.models.executor.priority import lower_priority
+from penstock.scheduler.plan import AdapterLoad, AdapterLoaded
+from penstock.scheduler.worker_config import WorkerConfig
+
+
+class AdapterThread:
+    """Loads adapters one after the other, at a low priority, so that steps keep their time. The thread starts with the
+    first load."""
+
+    def __init__(self, config: WorkerConfig, backend: Backend, send: Callable[[AdapterLoaded], None]) -> None:
+        """``send`` gets the answers, on the thread. It may raise OSError, which ends the thread."""
+        self._config = config
+        self._backend = backend
+        self._send = send
+        self._loads: SimpleQueue[AdapterLoad] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def load(self, load: AdapterLoad) -> None:
+        """Queues a load."""
+        self._loads.put(load)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="adapters", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        lower_priority(threading.get_native_id())
+        try:
+            # The model's files passed this check before; only the shapes of its linears matter here.
+            spec = check_checkpoint(Path(self._config.model), weights=False).spec
+            while True:
+                self._send(load_adapter(self._backend, spec, self._config.max_lora_rank, self._loads.get()))
+        except OSError:
+            return  # the service is gone
+
+
+def load_adapter(backend: Backend, spec: ModelSpec, max_rank: int, load: AdapterLoad) -> AdapterLoaded:
+    """Checks an adapter's files, and writes it into its slot unless that is 0."""
+    try:
+        adapter = read_adapter(Path(load.path), spec, max_rank)
+        if load.digest and adapter.digest != load.digest:
+            raise ModelError(f"{load.path}: its files have changed since it was loaded: unload it, then load it again")
+        if load.slot:
+            backend.load_adapter(load.slot, adapter)
+        else:
+            for _ in adapter.matrices():
+                pass
+    except ModelError as error:
+        return AdapterLoaded(error=" ".join(str(error).split())[:500])
+    except MemoryError:
+        return AdapterLoaded(error=f"{load.path}: memory ran out while it was read")
+    return AdapterLoaded(adapter.rank, adapter.digest)
