@@ -2,7 +2,7 @@
 
 Serves a model with a step log, sends a trace with `penstock bench`, and predicts other runs with `penstock simulate`
 before they are made: at another rate, with longer prompts, with another token budget, and in a closed loop. Then 10,000
-requests are simulated. Service, worker and client share the machine's cores.
+requests are simulated. Service and client have a core that a worker does not compute on.
 
 First with a device of constant speed: the real service, over a worker that only sleeps, so that other programs on the
 machine hardly matter. Then with a real worker on the CPU, whose model has the demo's shape, larger, with made-up
@@ -13,6 +13,7 @@ steps by what the fit predicts for their work: how much slower or faster the mac
 import argparse
 import asyncio
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -150,9 +151,10 @@ def write_large_model(folder: Path) -> Path:
 
 
 def cpu_service(flags: Sequence[str], log: Path, **limits: int) -> AbstractContextManager[str]:
-    """`penstock serve`; yields its target."""
+    """`penstock serve`, which leaves a core to the client; yields its target."""
+    threads = max(1, len(os.sched_getaffinity(0)) - 1)
     written = [f"--{name.replace('_', '-')}={value}" for name, value in limits.items()]
-    return local_service(*flags, *written, step_log=log, speculative_config="none")
+    return local_service(*flags, *written, threads=threads, step_log=log, speculative_config="none")
 
 
 @contextmanager

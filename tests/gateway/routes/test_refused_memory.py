@@ -174,6 +174,7 @@ async def test_what_is_too_long_for_a_message_to_the_service_is_not_kept(start_g
     check({"long": await sender.grown(path, body, "error")})
 
 
+@pytest.mark.soak
 async def test_what_is_too_long_for_a_message_from_the_service_is_not_kept(start_gateway, without_collector):
     sender = Sender(await start_gateway(max_body_bytes=6 * MIB))
     path = "/v1/responses/input_tokens"

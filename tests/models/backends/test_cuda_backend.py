@@ -49,7 +49,7 @@ VARIANTS = [
 """The cases of ``test_oracle`` that have a kernel, or a path through one, of their own."""
 LONG = (
     "cohere-qk-norm", "gemma2", "gemma3", "gemma4-experts", "gemma4-inputs", "glm4-moe", "gpt-neox", "hunyuan",
-    "llama4", "ministral3", "olmo2", "phi3-partial-rotary", "qwen2-moe", "qwen3-moe-sparse-windows",
+    "llama-tied-biases-head24", "llama4", "ministral3", "olmo2", "phi3-partial-rotary", "qwen2-moe", "qwen3-moe-sparse-windows",
 )  # fmt: skip
 """Those whose own part plain torch computes between the kernels, or that others have parts of: long tests, since each
 takes seconds in the interpreter."""
@@ -251,7 +251,7 @@ async def test_preempted_rows_go_on(tiny_model, in_process, start_engine):
     ("variant", "quantization", "deterministic", "dtype"),
     [
         ("qwen3", "fp8", False, torch.float32),
-        ("llama-tied-biases-head24", "none", False, torch.bfloat16),
+        pytest.param("llama-tied-biases-head24", "none", False, torch.bfloat16, marks=pytest.mark.soak),
         pytest.param("gemma2", "none", False, torch.float32, marks=pytest.mark.soak),
         pytest.param("gemma4-inputs", "none", False, torch.float32, marks=pytest.mark.soak),
         pytest.param("gemma4-inputs", "none", False, torch.bfloat16, marks=pytest.mark.soak),

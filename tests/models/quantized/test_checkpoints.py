@@ -71,7 +71,7 @@ async def test_greedy_output_is_that_of_transformers_with_the_same_weights(
     [
         pytest.param("gptq act-order", None, marks=pytest.mark.soak),
         pytest.param("awq", None, marks=pytest.mark.soak),
-        ("w4a16 zero points", None),
+        pytest.param("w4a16 zero points", None, marks=pytest.mark.soak),
         ("fp8 blocks, the last ones short", 64),
     ],
 )
