@@ -3,7 +3,6 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -40,7 +39,7 @@ class MeasuredFactor(NamedTuple):
     """The time of a step by its predicted time."""
 
     at_s: float
-    """How long the worker had computed when the step ended, from the start of the log."""
+    """How long the worker had computed steps of this kind when the step ended, from the start of the log."""
     factor: float
 
 
@@ -49,8 +48,9 @@ class StepNoise:
     """How much steps differ from their predicted time: factors that were measured, in the order of their times.
 
     They are replayed by time, again and again, and not drawn for each step: what slows a machine down lasts longer than
-    a step, and queues grow meanwhile. Only the time in which the worker computes counts. Otherwise the step after each
-    pause would be replayed for as long as the pause, and such steps are slow.
+    a step, and queues grow meanwhile. Only the time in which the worker computes steps of the same kind counts. Otherwise
+    the step after each pause, or after each long step with a prompt, would be replayed for as long as that took, and such
+    steps are slow.
     """
 
     decoding: Sequence[MeasuredFactor] = (MeasuredFactor(0.0, 1.0),)
@@ -59,15 +59,17 @@ class StepNoise:
     """The factors of steps with prompts."""
 
     def factor(self, when: float, has_chunks: bool) -> float:
-        """Returns the factor after this many seconds of computing."""
-        factors = self.chunked if has_chunks else self.decoding
-        index = bisect_right(factors, when % (self.seconds or 1.0), key=itemgetter(0))
+        """Returns the factor after this many seconds of computing steps of the kind."""
+        factors = self._factors(has_chunks)
+        index = bisect_right(factors, when % (self.seconds(has_chunks) or 1.0), key=itemgetter(0))
         return factors[index % len(factors)].factor
 
-    @cached_property
-    def seconds(self) -> float:
-        """The time of computing for which factors were measured."""
-        return max(self.decoding[-1].at_s, self.chunked[-1].at_s)
+    def seconds(self, has_chunks: bool) -> float:
+        """Returns the time of computing steps of the kind for which factors were measured."""
+        return self._factors(has_chunks)[-1].at_s
+
+    def _factors(self, has_chunks: bool) -> Sequence[MeasuredFactor]:
+        return self.chunked if has_chunks else self.decoding
 
 
 @dataclass(frozen=True)

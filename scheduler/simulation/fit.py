@@ -64,8 +64,7 @@ def fit_costs(log: StepLog) -> Fit:
     coefficients = _fit_relative(features, seconds)
     predicted = np.maximum(features @ coefficients, 1e-9)
     factors, has_chunks = seconds / predicted, features[:, 5] > 0
-    times = np.cumsum(seconds)
-    noise = StepNoise(*(_noise(times[kind], factors[kind]) for kind in (~has_chunks, has_chunks)))
+    noise = StepNoise(*(_noise(seconds[kind], factors[kind]) for kind in (~has_chunks, has_chunks)))
     costs = StepCosts(*map(float, coefficients))
     return Fit(
         SimulatedCosts(costs, noise, _service_costs(steps), _draft_rates(log), copy_s),
@@ -137,9 +136,9 @@ def _non_negative(features: Floats, targets: Floats) -> Floats:
     return coefficients
 
 
-def _noise(times: Floats, factors: Floats) -> Sequence[MeasuredFactor]:
-    """Returns the factors with their times."""
-    measured = sorted(zip(times.tolist(), np.minimum(factors, MAX_FACTOR).tolist(), strict=True))
+def _noise(seconds: Floats, factors: Floats) -> Sequence[MeasuredFactor]:
+    """Returns the factors of steps of one kind, with their times."""
+    measured = zip(np.cumsum(seconds).tolist(), np.minimum(factors, MAX_FACTOR).tolist(), strict=True)
     return [MeasuredFactor(*each) for each in measured] or [MeasuredFactor(0.0, 1.0)]
 
 

@@ -30,8 +30,9 @@ class SimulatedWorker:
     def __init__(self, costs: SimulatedCosts, seed: int | str = 0) -> None:
         self._costs = costs
         self._rng = random.Random(f"{seed}/steps")
-        self._busy_s = self._rng.random() * costs.noise.seconds
-        """How long the worker has computed, from a random place of the log on."""
+        start = self._rng.random()
+        self._busy_s = {has_chunks: start * costs.noise.seconds(has_chunks) for has_chunks in (False, True)}
+        """How long the worker has computed steps without and with prompts, from a random place of the log on."""
         self._rows: dict[int, _SimulatedRow] = {}
         self.most_tokens = 0
         """Tokens of the step that had the most."""
@@ -78,7 +79,8 @@ class SimulatedWorker:
         work = StepWork.of(plan, decode_kv)
         self.most_tokens = max(self.most_tokens, int(work.prefill_tokens + work.decodes))
         self.most_rows = max(self.most_rows, int(work.decodes))
-        factor = self._costs.noise.factor(self._busy_s, bool(plan.chunks))
+        has_chunks = bool(plan.chunks)
+        factor = self._costs.noise.factor(self._busy_s[has_chunks], has_chunks)
         seconds = self._costs.step.seconds(work, num_drafted) * factor
-        self._busy_s += seconds
+        self._busy_s[has_chunks] += seconds
         return max(1, round((seconds + work.copied_blocks * self._costs.copy_s) * 1e6))

@@ -49,7 +49,8 @@ VARIANTS = [
 """The cases of ``test_oracle`` that have a kernel, or a path through one, of their own."""
 LONG = (
     "cohere-qk-norm", "gemma2", "gemma3", "gemma4-experts", "gemma4-inputs", "glm4-moe", "gpt-neox", "hunyuan",
-    "llama-tied-biases-head24", "llama4", "ministral3", "olmo2", "phi3-partial-rotary", "qwen2-moe", "qwen3-moe-sparse-windows",
+    "llama-tied-biases-head24", "llama4", "ministral3", "olmo2", "phi3-partial-rotary", "qwen2-moe",
+    "qwen3-moe-sparse-windows",
 )  # fmt: skip
 """Those whose own part plain torch computes between the kernels, or that others have parts of: long tests, since each
 takes seconds in the interpreter."""

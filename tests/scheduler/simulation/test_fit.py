@@ -32,6 +32,11 @@ def test_noise_hardly_matters_and_is_kept():
         assert max(factors) > 1.3
 
 
+def replayed(noise, has_chunks):
+    """A thousand factors, over the time for which there are some."""
+    return sorted(noise.factor(noise.seconds(has_chunks) * part / 1000, has_chunks) for part in range(1000))
+
+
 def test_pauses_do_not_count_as_time_of_the_noise():
     """The step after a pause is slow: caches are cold."""
     steps = random_steps(400)
@@ -40,9 +45,22 @@ def test_pauses_do_not_count_as_time_of_the_noise():
         for number, step in enumerate(steps[place:], place):
             steps[number] = msgspec.structs.replace(step, answered_s=step.answered_s + 1.0)
     noise = fit_costs(StepLog(header(), steps)).costs.noise
-    assert noise.seconds == pytest.approx(sum(step.seconds for step in steps))
-    replayed = sorted(noise.factor(noise.seconds * part / 1000, part % 2 == 0) for part in range(1000))
-    assert replayed[700] == pytest.approx(1.0, abs=0.05)
+    both = noise.seconds(False) + noise.seconds(True)
+    assert both == pytest.approx(sum(step.seconds for step in steps))
+    for has_chunks in (False, True):
+        assert replayed(noise, has_chunks)[700] == pytest.approx(1.0, abs=0.05)
+
+
+def test_steps_with_prompts_do_not_count_as_time_of_the_noise_of_others():
+    """The step after one with a prompt is slow, for the same reason, and much shorter."""
+    steps = random_steps(1000)
+    slow = [place for place in range(1, 1000) if steps[place - 1].chunks and not steps[place].chunks]
+    for place in slow:
+        steps[place] = msgspec.structs.replace(steps[place], seconds=2.0 * steps[place].seconds)
+    decoding = [step.seconds for step in steps if not step.chunks]
+    share = sum(steps[place].seconds for place in slow) / sum(decoding)
+    factors = replayed(fit_costs(StepLog(header(), steps)).costs.noise, False)
+    assert sum(factor > 1.5 for factor in factors) / 1000 == pytest.approx(share, abs=0.05)
 
 
 def test_a_few_steps_that_took_far_too_long_hardly_matter():

@@ -128,8 +128,9 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another():
 
 def test_noise_is_replayed_by_time():
     noise = StepNoise(factors(0.5, 1.0, 2.0), [MeasuredFactor(0.0, 3.0), MeasuredFactor(4.0, 5.0)])
-    assert [noise.factor(when, False) for when in (0.5, 1.5, 2.5, 4.5, 5.5)] == [1.0, 2.0, 0.5, 1.0, 2.0]
+    assert [noise.factor(when, False) for when in (0.5, 1.5, 2.5, 4.5, 5.5)] == [1.0, 2.0, 1.0, 1.0, 2.0]
     assert [noise.factor(when, True) for when in (0.5, 3.9, 4.5)] == [5.0, 5.0, 5.0]
+    assert (noise.seconds(False), noise.seconds(True)) == (2.0, 4.0)
     assert StepNoise().factor(7.0, True) == 1.0
 
 
