@@ -16,7 +16,7 @@ import pytest
 from penstock.kernels import aot as ahead
 from penstock.kernels.aot import MAX_SHARED_BYTES, QUANTIZED, KernelResources, variants, wanted
 from penstock.kernels.cuda.core.launch import FP8_CAPABILITY
-from penstock.kernels.cuda.model_shapes import SHAPES
+from penstock.kernels.cuda.example_shapes import SHAPES
 
 ROOT = Path(__file__).parents[3]
 OLDEST_TRITON = ROOT / "build" / "oldest-triton"
@@ -32,7 +32,7 @@ SOME = ("Gemma-2-2B",)
 # A number that were specialised would be compiled anew for 1, and for a multiple of 16.
 SPECIALISED = """
 from penstock.kernels.aot import variants
-from penstock.kernels.cuda.model_shapes import SHAPES
+from penstock.kernels.cuda.example_shapes import SHAPES
 for variant in (variant for shape in SHAPES.values() for variant in variants(shape)):
     numbers = {name for name, kind in variant.arguments.items() if isinstance(kind, str)}
     for parameter in variant.kernel.params:
@@ -48,7 +48,7 @@ for variant in (variant for shape in SHAPES.values() for variant in variants(sha
 PRODUCTS = """
 import json, re, sys
 from penstock.kernels.aot import wanted
-from penstock.kernels.cuda.model_shapes import SHAPES
+from penstock.kernels.cuda.example_shapes import SHAPES
 READS = r"cp\\.async\\.c\\S+ \\[.*?\\], \\[.*?\\], (\\w+)"
 for name, variant in wanted(SHAPES[model] for model in sys.argv[1:]).items():
     compiled = variant.compile(90)  # all of them, in the order in which they were: so Triton finds them again
@@ -74,7 +74,7 @@ for name, variant in wanted(SHAPES[model] for model in sys.argv[1:]).items():
 # How often a kernel synchronises with those before and after it, and whether it is launched for that.
 EARLY = """
 from penstock.kernels.aot import variants
-from penstock.kernels.cuda.model_shapes import SHAPES
+from penstock.kernels.cuda.example_shapes import SHAPES
 variant = next(variants(SHAPES["Qwen3-0.6B"]))
 for capability in (80, 90):
     compiled = variant.compile(capability)

@@ -1,0 +1,1 @@
+"""Steps on the device: their rows and recurrent states, their inputs and outputs, and their CUDA graphs."""
