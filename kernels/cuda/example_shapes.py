@@ -1,12 +1,64 @@
 """Examples of models whose kernels differ."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from penstock.kernels.cuda.model_shapes import Mixture, ModelShape
 from penstock.kernels.cuda.recurrent.convolution import ConvolutionShape
+from penstock.kernels.cuda.recurrent.gated_norm import GatedNormShape
+from penstock.kernels.cuda.recurrent.scan import ScanShape
 from penstock.kernels.cuda.recurrent.shapes import RecurrentShape
+
+
+def _convolution(columns: int, channels: int, taps: int, first: int, stride: int, **more: Any) -> ConvolutionShape:
+    """A convolution whose result is its silu, unless ``more`` says otherwise."""
+    fields: dict[str, Any] = {"factor": None, "after": None, "is_biased": False, **more}
+    return ConvolutionShape(torch.bfloat16, columns, channels, taps, first, stride=stride, **fields)
+
+
+def _lfm2() -> RecurrentShape:
+    """That of LFM2-1.2B, which has 10."""
+    return RecurrentShape(
+        convolution=_convolution(6144, 2048, 3, 4096, 10 * 2 * 2048, factor=0, after=2048),
+        products=((6144, 2048, False), (2048, 2048, False)),
+    )
+
+
+def _delta_net() -> RecurrentShape:
+    """That of Qwen3-Next-80B-A3B, which has 36."""
+    columns, channels, stride = 12352, 8192, 36 * (3 * 8192 + 32 * 128 * 128)
+    return RecurrentShape(
+        convolution=_convolution(columns, channels, 4, 0, stride),
+        scan=ScanShape(
+            dtype=torch.bfloat16, columns=columns, channels=channels, query=0, key=2048, value=4096, beta=12288,
+            decay=12320, heads=32, key_heads=16, key_size=128, value_size=128, unit_eps=1e-6, least_step=0.0,
+            most_step=None, stride=stride,
+        ),
+        norm=GatedNormShape(
+            dtype=torch.bfloat16, columns=columns, first=8192, parts=32, width=128, weights=1, gates_first=False,
+            eps=1e-6,
+        ),
+        products=((columns, 2048, False), (2048, 4096, False)),
+    )  # fmt: skip
+
+
+def _mamba2() -> RecurrentShape:
+    """That of Granite-4.0-H-Tiny, which has 36."""
+    columns, channels, stride = 6448, 3328, 36 * (3 * 3328 + 48 * 128 * 64)
+    return RecurrentShape(
+        convolution=_convolution(columns, channels, 4, 3072, stride, is_biased=True),
+        scan=ScanShape(
+            dtype=torch.bfloat16, columns=columns, channels=channels, query=3200, key=3072, value=0, beta=None,
+            decay=6400, heads=48, key_heads=1, key_size=128, value_size=64, unit_eps=None, least_step=0.0,
+            most_step=None, stride=stride,
+        ),
+        norm=GatedNormShape(
+            dtype=torch.bfloat16, columns=columns, first=0, parts=1, width=3072, weights=1, gates_first=True, eps=1e-5
+        ),
+        products=((columns, 1536, False), (1536, 3072, False)),
+    )  # fmt: skip
 
 
 def _gemma4_e2b() -> ModelShape:
@@ -186,23 +238,41 @@ SHAPES = {
         vocab_size=65536,
         norm_eps=1e-5,
         norms_heads=True,
-        recurrent=(
-            RecurrentShape(
-                convolution=ConvolutionShape(
-                    dtype=torch.bfloat16,
-                    columns=6144,
-                    channels=2048,
-                    taps=3,
-                    first=4096,
-                    factor=0,
-                    after=2048,
-                    is_biased=False,
-                    stride=10 * 2 * 2048,
-                ),
-                products=((6144, 2048, False), (2048, 2048, False)),
-            ),
-        ),
+        recurrent=(_lfm2(),),
         max_positions=128000,
+    ),
+    "Qwen3-Next-80B-A3B": ModelShape(
+        hidden_size=2048,
+        intermediate_size=None,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=256,
+        rotary_dim=64,
+        vocab_size=151936,
+        norm_eps=1e-6,
+        norms_heads=True,
+        gated_attention=True,
+        experts=Mixture(num_experts=512, per_token=10, normalise=True),
+        expert_size=512,
+        shared_size=512,
+        recurrent=(_delta_net(),),
+        max_positions=262144,
+    ),
+    "Granite-4.0-H-Tiny": ModelShape(
+        hidden_size=1536,
+        intermediate_size=None,
+        num_heads=12,
+        num_kv_heads=4,
+        head_dim=128,
+        rotary_dim=128,
+        vocab_size=100352,
+        norm_eps=1e-5,
+        experts=Mixture(num_experts=64, per_token=6, normalise=True),
+        expert_size=512,
+        shared_size=1024,
+        attention_scale=0.0078125,
+        recurrent=(_mamba2(),),
+        max_positions=131072,
     ),
     "Gemma-4-E2B": _gemma4_e2b(),
 }

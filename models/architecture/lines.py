@@ -237,6 +237,7 @@ PLAIN_ON_CUDA = frozenset(
         "Llama4ForConditionalGeneration",
         "MiniMaxM2ForCausalLM",
         "NemotronForCausalLM",
+        "NemotronHForCausalLM",
         "OPTForCausalLM",
         "OlmoForCausalLM",
         "PhiForCausalLM",
@@ -263,7 +264,7 @@ RECURRENT = frozenset(
     }
 )
 """The architectures with recurrent layers."""
-NOT_ON_CUDA = LATENT | RECURRENT - {"Lfm2ForCausalLM", "Lfm2MoeForCausalLM"}
+NOT_ON_CUDA = LATENT
 """The architectures that the CUDA backend does not have: on a GPU, plain torch computes them."""
 
 COLUMNS = ("line", "architectures", "GGUF", "on cuda", "tools, reasoning", "not served")

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from penstock.kernels.cuda.core.launch import KernelVariant
 from penstock.kernels.cuda.recurrent.convolution import ConvolutionShape, convolution_variant
+from penstock.kernels.cuda.recurrent.gated_norm import GatedNormShape, gated_norm_variant
+from penstock.kernels.cuda.recurrent.scan import ScanShape, scan_variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,6 +14,10 @@ class RecurrentShape:
     """A kind of recurrent layer."""
 
     convolution: ConvolutionShape
+    scan: ScanShape | None = None
+    """None: the layer is only a convolution."""
+    norm: GatedNormShape | None = None
+    """Given with ``scan``."""
     products: tuple[tuple[int, int, bool], ...]
     """The linears of the input and of the output, each as outputs, inputs, and whether there is a bias."""
 
@@ -21,5 +27,10 @@ def recurrent_variants(shape: RecurrentShape, *, commits: bool) -> Iterator[Kern
     convolution = shape.convolution
     for longest in (1, 2):
         yield convolution_variant(convolution, convolution.block_tokens(longest))
-    if commits:
-        yield convolution_variant(convolution, convolution.block_tokens(2), has_result=False)
+    if shape.scan is None or shape.norm is None:
+        if commits:
+            yield convolution_variant(convolution, convolution.block_tokens(2), has_result=False)
+        return
+    yield gated_norm_variant(shape.norm)
+    for has_result in (True, False) if commits else (True,):
+        yield scan_variant(shape.scan, has_result=has_result)

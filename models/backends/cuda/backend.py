@@ -12,10 +12,10 @@ from torch import Tensor
 
 from penstock.kernels.cuda.attention.common import MAX_HEAD_DIM, MIN_HEAD_DIM, PAGE_SLOTS, RaggedRows
 from penstock.kernels.cuda.core.launch import FP8_CAPABILITY, MIN_CAPABILITY, capability_of, interpreted, launches
+from penstock.kernels.cuda.recurrent.scan import MAX_KEY_SIZE
 from penstock.kernels.cuda.sampling.tensors import MAX_VOCAB
 from penstock.kernels.cuda.step import MIN_SEQUENCES, commit, prepare
 from penstock.kernels.reference.upcast import upcast
-from penstock.models.architecture.recurrent import ShortConvolution
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import Backend, Finish
 from penstock.models.backends.cuda.adapters import CudaAdapters
@@ -230,8 +230,9 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
         return f"--dtype is {config.dtype}, here {dtype}, and this backend has {', '.join(DTYPES)}: give one of them"
     if spec.latent is not None:
         return "it has latent attention, for which there are no kernels yet: give --backend reference, or leave it out"
-    if any(mixer is not None and not isinstance(mixer, ShortConvolution) for mixer in spec.recurrent):
-        return "it has recurrent layers for which there are no kernels yet: give --backend reference, or leave it out"
+    rows = max((mixer.matrices[1] for mixer in spec.recurrent if mixer is not None), default=0)
+    if rows > MAX_KEY_SIZE:
+        return f"the states of its recurrent layers have {rows} rows, and this backend runs up to {MAX_KEY_SIZE}"
     if config.block_size != PAGE_SLOTS:
         return f"--block-size is {config.block_size}, and pages hold {PAGE_SLOTS} tokens: give that"
     for size in {spec.at(layer).head_dim for layer in range(spec.num_layers)}:

@@ -81,6 +81,17 @@ for capability in (80, 90):
     print(capability, compiled.asm["ptx"].count("griddepcontrol"), compiled.metadata.launch_pdl)
 """
 
+# The kernels of each kind of recurrent layer, with the bytes of local memory that a thread needs.
+RECURRENT = """
+from penstock.kernels.aot import measure
+from penstock.kernels.cuda.example_shapes import SHAPES
+from penstock.kernels.cuda.recurrent.shapes import recurrent_variants
+for kind in (kind for shape in SHAPES.values() for kind in shape.recurrent):
+    for variant in recurrent_variants(kind, commits=True):
+        needed = measure(variant, 90)
+        print(needed.spilled_bytes, needed.name)
+"""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -131,6 +142,13 @@ def check_resources(models: tuple[str, ...], printed: str) -> None:
 @pytest.mark.parametrize("models", [SOME, pytest.param(tuple(SHAPES), marks=pytest.mark.soak)], ids=["some", "all"])
 def test_every_variant_compiles_for_hopper(models: tuple[str, ...], folder: Path) -> None:
     check_resources(models, run(folder, "-m", "penstock.kernels.aot", *models))
+
+
+def test_recurrent_layers_compile_for_hopper_and_spill_nothing(folder: Path) -> None:
+    printed = run(folder, "-c", RECURRENT)
+    print(printed)
+    assert {line.split()[1] for line in printed.splitlines()} == {"_convolution", "_scan", "_gated_norm"}
+    assert all(line.startswith("0 ") for line in printed.splitlines())
 
 
 @pytest.mark.soak

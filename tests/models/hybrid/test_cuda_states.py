@@ -3,13 +3,14 @@ GPU its kernels run in Triton's interpreter, so models and prompts are as small 
 
 from importlib.util import find_spec
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
 
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.scheduler.plan import Chunk, Decode, StateSnapshot
-from penstock.scheduler.worker_config import MAX_PREDICTED_DRAFTS
+from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
 
 if not find_spec("triton"):
     pytest.skip("needs Triton, which has wheels only for Linux", allow_module_level=True)
@@ -25,50 +26,69 @@ pytestmark = [
 ]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MAX_NUM_SEQS, MAX_MODEL_LEN = 6, 64
+MAX_NUM_SEQS, MAX_MODEL_LEN = 6, 48
 
 
-@pytest.fixture
-def play(typical_hybrid, rows):
-    """Rows of each model."""
+SMALLER = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "convolution": ("Lfm2Config", {**SMALLER, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16}),
+    "delta-net": (
+        "Qwen3_5TextConfig",
+        {
+            **SMALLER, "layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+        },
+    ),
+    "mamba": (
+        "NemotronHConfig",
+        {
+            **SMALLER, "layers_block_type": ["mamba", "attention"], "head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 12,
+            "n_groups": 2, "ssm_state_size": 8,
+        },
+    ),
+}  # fmt: skip
+"""Models of two layers, one for each kind of mixer."""
+MAX_DRAFTS = 5
+SIZES = {
+    "max_num_seqs": MAX_NUM_SEQS, "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 8 << 20, "uses_predictions": False,
+    "speculation": SpeculationConfig(DraftMethod.NGRAM, MAX_DRAFTS),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiles_late():
     before = launches.late
-    yield rows(
-        typical_hybrid.path, backend="cuda", device=DEVICE, num_blocks=24, max_num_seqs=MAX_NUM_SEQS,
-        max_model_len=MAX_MODEL_LEN,
-    )  # fmt: skip
+    yield
     assert launches.late == before, "a kernel was compiled after the warm-up"
 
 
-def test_rows_that_share_drafts_and_snapshots(typical_hybrid, play, check_greedy, prompt):
-    """A prompt in chunks with a snapshot inside one; another row goes on from it, beside rows that decode; then drafts
+@pytest.mark.parametrize("name", TINY)
+def test_rows_of_tiny_models(name, tmp_path, build_model, rows, check_greedy, prompt):
+    """A prompt in chunks with a snapshot inside one; another row goes on from it, beside one that decodes; then drafts
     of which some are right, over a border whose state a third row needs."""
-    spec = check_checkpoint(typical_hybrid.path).spec
+    model = build_model(tmp_path, *TINY[name])
+    play = rows(model.path, backend="cuda", device=DEVICE, **SIZES)
+    spec = check_checkpoint(model.path).spec
     shape = shape_of(
         spec, torch.float32, torch.float32, spec.vocab_size, MAX_MODEL_LEN, MAX_NUM_SEQS, 2048, deterministic=False,
-        max_drafts=MAX_PREDICTED_DRAFTS,
+        max_drafts=MAX_DRAFTS,
     )  # fmt: skip
     ahead = set(map(describe, chain(variants(shape), float_variants(shape))))
     assert set(map(describe, launches.warmed)) == ahead, "what is warmed is what is compiled ahead"
 
-    one, two = prompt[:27], prompt[40:43]
-    truth = play.begin(play.row(0, one, slot=0), 11, snapshots=[StateSnapshot(0, 16, 4)]).token_ids
-    again, other = play.row(1, one, 1, 4, like=0, at=16), play.row(2, two, 2)
-    results = play.run(added=[again, other], chunks=[Chunk(1, 16, 27), Chunk(2, 0, 3)], decodes=[Decode(0, 1)])
-    tokens = {result.row: result.token_ids for result in results}
-    assert tokens[1] == truth
-    truth += tokens[0]
-    for _ in range(8):
-        decodes = [Decode(0, 1), Decode(2, 1)]
-        for result in play.run(decodes=decodes):
-            (truth if result.row == 0 else tokens[2]).extend(result.token_ids)
-    check_greedy(typical_hybrid, one, truth)
-    check_greedy(typical_hybrid, two, tokens[2])
+    prompt = prompt[:29]
+    truth = play.begin(play.row(0, prompt, slot=0), 11, snapshots=[StateSnapshot(0, 16, 4)]).token_ids
+    again = play.row(1, prompt, 1, 4, like=0, at=16)
+    decoded, begun = play.run(added=[again], chunks=[Chunk(1, 16, 29)], decodes=[Decode(0, 1)])
+    assert begun.token_ids == truth
+    truth += decoded.token_ids + play.decode(0, 5)
+    check_greedy(model, prompt, truth)
 
-    # The row is at position 27. The border, at 32, is after the fifth of its tokens; the last draft is wrong.
-    drafts = [*truth[1:6], (truth[6] + 1) % 160]
-    result = play.verify(1, drafts, [StateSnapshot(1, 32, 5)])
-    assert result.token_ids == truth[1:7]
-    assert play.decode(1, 2) == truth[7:9]
-    longer = one + truth[:7]
-    result = play.begin(play.row(3, longer, 3, 5, like=1, at=32))
-    assert result.token_ids == truth[7:8]
+    # Row 1 is at position 29. The border, at 32, is after the third of its tokens; the last draft is wrong.
+    result = play.verify(1, [*truth[1:5], (truth[5] + 1) % 160], [StateSnapshot(1, 32, 5)])
+    assert result.token_ids == truth[1:6]
+    assert play.decode(1, 1) == truth[6:7]
+    assert play.begin(play.row(2, prompt + truth[:4], 2, 5, like=1, at=32)).token_ids == truth[4:5]
