@@ -145,12 +145,11 @@ def check_scan(rows, dtype, heads, key_heads, key_size, value_size, device, *, i
     shape = scan_shape(dtype, heads, key_heads, key_size, value_size, stride, is_delta=is_delta)
     mixed, x = torch.randn(tokens, shape.channels, device=device), torch.randn(tokens, shape.columns, device=device)
     x = x.to(dtype)
-    decay_bias, rates, skips = torch.randn(heads, device=device), -torch.rand(heads, device=device), None
-    if not is_delta:
-        skips = torch.randn(heads, device=device)
+    decay_bias, rates = torch.randn(heads, device=device), -torch.rand(heads, device=device)
+    skips = torch.randn(heads, device=device)
     before, others = matrices.clone(), whole[:, matrices[0].numel() :].clone()
     y = torch.full((tokens, heads * value_size), torch.nan, device=device)
-    scan(shape, mixed, x, decay_bias, rates, skips, matrices, step, y)
+    scan(shape, mixed, x, decay_bias, rates, None if is_delta else skips, matrices, step, y)
     key, query, value = (
         part.view(tokens, 1, -1, size)
         for part, size in zip(
@@ -182,7 +181,7 @@ def check_scan(rows, dtype, heads, key_heads, key_size, value_size, device, *, i
     assert torch.equal(whole[:, matrices[0].numel() :], others)
     # Without results, the states are the same.
     again = torch.zeros_like(whole)[:, : matrices[0].numel()].unflatten(1, matrices.shape[1:]).copy_(before)
-    scan(shape, mixed, x, decay_bias, rates, skips, again, step, None)
+    scan(shape, mixed, x, decay_bias, rates, None if is_delta else skips, again, step, None)
     assert_close(again, matrices, rtol=0, atol=0)
 
 
