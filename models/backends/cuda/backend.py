@@ -119,7 +119,7 @@ class CudaBackend:
             wanted.add(tokens)  # which also allocates the memory of the largest step
             # ``prepare`` has a form for each power of 2.
             for sequences in {min(MIN_SEQUENCES << n, most) for n in range(12)}:
-                yield Size(sequences, tokens, shape.max_sampled, tokens)
+                yield Size(sequences, tokens, shape.max_sampled, tokens, commits=shape.commits_states)
         for number in sorted(wanted):
             yield Size(1, number, min(number, shape.max_sampled), number)
         if self.states is not None:
