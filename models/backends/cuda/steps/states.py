@@ -111,11 +111,11 @@ class CudaStates:
         return RecurrentRows(self._parts["slots"][:sequences], starts, counts, counts, saves)
 
 
-def _values(batch: Batch) -> Iterator[tuple[str, list[int]]]:
+def _values(batch: Batch) -> Iterator[tuple[str, "NDArray[np.int32] | list[int]"]]:
     """Yields the beginnings of the parts; the rest of each part is 0."""
     yield "slots", [step.slot for step in batch.states]
     yield "certain", [step.certain for step in batch.states]
-    saves = [0] * len(batch.token_ids)
+    saves = np.zeros(len(batch.token_ids), dtype=np.int32)
     starts, firsts, ends = batch.starts.tolist(), batch.token_starts.tolist(), batch.ends.tolist()
     for row, step, start, first, end in zip(batch.rows, batch.states, starts, firsts, ends, strict=False):
         # Copies after 0 tokens or fewer are those that the step before makes, if it finds that the tokens are kept.
