@@ -100,9 +100,7 @@ class CudaLoading:
         at_load = info.at_load(config.quantization)
         if at_load is not None:
             logger.info("%s: the weights' relative error is %.2f %%", at_load, 100 * self._linears.error.relative)
-        self._weights, self._adapters = add_slots(
-            CudaAdapters, config, self.spec, weights, self._dtype, self._device
-        )
+        self._weights, self._adapters = add_slots(CudaAdapters, config, self.spec, weights, self._dtype, self._device)
 
     def num_blocks(self) -> int:
         """Allocates the memory of steps, and returns how many KV blocks there is room for. Raises ModelError."""
@@ -128,9 +126,7 @@ class CudaLoading:
         self._linears.take_room(self._dtype, self._shape.max_tokens)
         return min(most_blocks, num_kv_blocks(config, block_bytes, max_model_len, parallel=parallel))
 
-    def whole_model(
-        self, num_blocks: int
-    ) -> tuple[CudaModel, StepMemory, HostPages, WorkerFacts, CudaAdapters | None]:
+    def whole_model(self, num_blocks: int) -> tuple[CudaModel, StepMemory, HostPages, WorkerFacts, CudaAdapters | None]:
         """Allocates the pages of a model without stages. Raises ModelError."""
         assert self._memory is not None, "the memory of steps comes first"
         model, host_pages, facts = self._model(num_blocks, ())
