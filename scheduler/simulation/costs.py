@@ -17,7 +17,7 @@ class Bend(NamedTuple):
 
     rows: int = 0
     seconds: float = 0.0
-    """For each row beyond these."""
+    """The seconds of each row beyond these."""
 
 
 class StepCosts(NamedTuple):
