@@ -12,14 +12,6 @@ REQUEST_S, MESSAGE_S = 0.0006, 0.0004
 """The usual times of a request and of a message on their way, through gRPC on one machine. A step log lacks them."""
 
 
-class Bend(NamedTuple):
-    """What decoding rows cost more from some number of them on: the step then computes for longer than it reads."""
-
-    rows: int = 0
-    seconds: float = 0.0
-    """The seconds of each row beyond these."""
-
-
 class StepCosts(NamedTuple):
     """The seconds of a step: the first number for the step itself, the others for each unit of its work, as in
     ``StepWork``."""
@@ -32,12 +24,15 @@ class StepCosts(NamedTuple):
     chunks: float = 0.0
     chunk_kv: float = 0.0
     drafts: float = 0.0
-    bend: Bend = Bend()
+    bent_decodes: float = 0.0
+    """What each decoding row beyond ``bend`` costs more, because the step then computes for longer than it reads."""
+    bend: float = 0.0
+    """A number of decoding rows."""
 
     def seconds(self, work: StepWork, drafts: float = 0.0) -> float:
         """Returns the seconds of a step with this work and ``drafts``."""
-        constant, per_token, per_kv, per_row, per_position, per_chunk, per_end, per_draft, bend = self
-        seconds = bend.seconds * max(0, work.decodes - bend.rows)
+        constant, per_token, per_kv, per_row, per_position, per_chunk, per_end, per_draft, per_bent, bend = self
+        seconds = per_bent * max(0.0, work.decodes - bend)
         seconds += constant + per_row * work.decodes + per_position * work.decode_kv + per_draft * drafts
         if work.chunks:
             seconds += per_token * work.prefill_tokens + per_kv * work.prefill_kv
@@ -45,7 +40,7 @@ class StepCosts(NamedTuple):
         return seconds
 
 
-UNITS = StepCosts._fields[1:-1]
+UNITS = StepCosts._fields[1:-2]
 """The names of the units of a step's work."""
 
 

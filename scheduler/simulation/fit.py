@@ -6,7 +6,6 @@ zero, and with the bend that makes these errors least. What steps took beyond it
 """
 
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,6 @@ from numpy.typing import NDArray
 from penstock.scheduler.simulation.costs import (
     MESSAGE_S,
     REQUEST_S,
-    Bend,
     DraftRates,
     MeasuredFactor,
     ServiceCosts,
@@ -122,8 +120,7 @@ def _fit_steps(features: Floats, seconds: Floats) -> StepCosts:
         coefficients = _fit_relative(bent, seconds)
         error = float(np.abs(bent @ coefficients / seconds - 1).mean())
         if error < (1 - _MIN_GAIN) * least:
-            costs = map(float, coefficients)
-            best, least = StepCosts(*islice(costs, features.shape[1]), Bend(bend or 0, next(costs, 0.0))), error
+            best, least = StepCosts(*map(float, coefficients))._replace(bend=float(bend or 0)), error
     return best
 
 

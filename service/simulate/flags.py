@@ -77,7 +77,7 @@ def parse_costs(text: str) -> CommandLineCosts:
         found[name] = float(match[1]) * _UNITS[match[2]]
     service = {field: found.pop(name) for name, field in _SERVICE_NAMES.items() if name in found}
     costs = StepCosts(**found)
-    if not any(found.values()):
+    if not any(costs):
         raise ValueError(f"a step must take some time; got {text}")
     return CommandLineCosts(costs, ServiceCosts(**service, request_s=REQUEST_S, message_s=MESSAGE_S))
 
