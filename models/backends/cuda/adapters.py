@@ -6,7 +6,7 @@ from torch import Tensor
 
 from penstock.kernels.cuda.lora import TILE, LoraTiles, add_lora
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.backends.cuda.step_io import Size
+from penstock.models.backends.cuda.steps.step_io import Size
 from penstock.models.backends.torch_common.adapters import SlotMatrices, TorchAdapters
 from penstock.models.batch.batch import Batch
 

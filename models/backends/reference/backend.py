@@ -27,10 +27,9 @@ from penstock.models.backends.torch_common.host_pages import HostPages, take_hos
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.paged_backend import PagedBackend
-from penstock.models.backends.torch_common.rank_speed import measure_rank_speed
 from penstock.models.backends.torch_common.recurrent import StateSlots
 from penstock.models.backends.torch_common.rope_tables import cos_sin_tables, query_scales
-from penstock.models.backends.torch_common.stages import TorchPart, num_loaded, rank_work
+from penstock.models.backends.torch_common.stages import TorchPart, measure_rank_speed, num_loaded, rank_work
 from penstock.models.backends.torch_common.weights import (
     LayerWeights,
     MlpBesideExperts,

@@ -16,12 +16,12 @@ from penstock.kernels.cuda.norm import rms_norm
 from penstock.models.backends.base import Backend
 from penstock.models.backends.cuda.attention import TritonAttention
 from penstock.models.backends.cuda.backend import CudaBackend
-from penstock.models.backends.cuda.features import DeviceFeatures, tensors
-from penstock.models.backends.cuda.graphs import VERIFYING_STEPS, StepGraphs, decoding_sizes
 from penstock.models.backends.cuda.linear import CudaLinears
 from penstock.models.backends.cuda.model import CudaModel
 from penstock.models.backends.cuda.shapes import shape_of
-from penstock.models.backends.cuda.step_io import ArrayLayout, Size
+from penstock.models.backends.cuda.steps.features import DeviceFeatures, tensors
+from penstock.models.backends.cuda.steps.graphs import VERIFYING_STEPS, StepGraphs, decoding_sizes
+from penstock.models.backends.cuda.steps.step_io import ArrayLayout, Size
 from penstock.models.backends.memory import allocated
 from penstock.models.backends.tensor_parallel import ALONE
 from penstock.models.backends.torch_common.weights import Mlp, RmsNorm, unchanged

@@ -32,7 +32,7 @@ from penstock.kernels.cuda.attention.common import PAGE_SLOTS
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.cuda.backend import CudaBackend
 from penstock.models.backends.cuda.model import Hidden
-from penstock.models.backends.cuda.step_io import Size
+from penstock.models.backends.cuda.steps.step_io import Size
 from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan, StepResult
 from penstock.scheduler.worker_config import WorkerConfig

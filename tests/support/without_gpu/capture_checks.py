@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from penstock.kernels.cuda.core.launch import KernelVariant
-from penstock.models.backends.cuda.graphs import StepGraphs
+from penstock.models.backends.cuda.steps.graphs import StepGraphs
 
 aten = torch.ops.aten
 WAITS = {

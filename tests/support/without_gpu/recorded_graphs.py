@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from without_gpu.capture_checks import Capture
 
 from penstock.kernels.cuda.core.launch import KernelVariant
-from penstock.models.backends.cuda.graphs import StepGraphs
+from penstock.models.backends.cuda.steps.graphs import StepGraphs
 
 
 class Pool:

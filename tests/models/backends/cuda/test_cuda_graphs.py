@@ -20,9 +20,9 @@ from without_gpu.recorded_graphs import record_graphs
 
 from penstock.kernels.cuda.model_shapes import SHAPES
 from penstock.models.backends.cuda import backend
-from penstock.models.backends.cuda.graphs import StepGraphs, graph_sizes
 from penstock.models.backends.cuda.model import CudaModel
-from penstock.models.backends.cuda.step_io import Size, StepInputs
+from penstock.models.backends.cuda.steps.graphs import StepGraphs, graph_sizes
+from penstock.models.backends.cuda.steps.step_io import Size, StepInputs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),  # numpy's, in the interpreter

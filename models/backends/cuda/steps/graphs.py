@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from penstock.kernels.cuda.model_shapes import ModelShape
-from penstock.models.backends.cuda.step_io import Size
+from penstock.models.backends.cuda.steps.step_io import Size
 
 Made = TypeVar("Made")
 """The result of the layers."""

@@ -7,8 +7,8 @@ from penstock.kernels.cuda.accept_drafts import accept
 from penstock.kernels.cuda.sampling.logprobs import logprobs, make_logprobs_workspace
 from penstock.kernels.cuda.sampling.sample import sample
 from penstock.kernels.cuda.sampling.tensors import SamplerShape, make_workspace
-from penstock.models.backends.cuda.rows import CudaRows
-from penstock.models.backends.cuda.step_io import Size, StepInputs, StepOutputs
+from penstock.models.backends.cuda.steps.rows import CudaRows
+from penstock.models.backends.cuda.steps.step_io import Size, StepInputs, StepOutputs
 
 
 class CudaSampler:

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.kernels.cuda.sampling.logprobs import MAX_TOP
 from penstock.kernels.cuda.sampling.tensors import Lines
 from penstock.kernels.cuda.step import StepTensors
-from penstock.models.backends.cuda.rows import CudaRows
+from penstock.models.backends.cuda.steps.rows import CudaRows
 from penstock.models.batch.batch import Batch, Sampled
 from penstock.models.batch.sampled_positions import SampledPosition
 from penstock.scheduler.plan import TokenLogprobs

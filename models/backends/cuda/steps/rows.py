@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.sampling.tensors import NUM_INTEGERS, NUM_NUMBERS, SamplerRows, integer_line, number_line
 from penstock.kernels.cuda.step import DeviceRows
-from penstock.models.backends.cuda.bad_words import BadWordsPool
+from penstock.models.backends.cuda.steps.bad_words import BadWordsPool
 from penstock.models.batch.batch import Batch
 from penstock.models.batch.rows import Row, RowTable
 from penstock.scheduler.plan import num_row_numbers
