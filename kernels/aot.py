@@ -20,14 +20,16 @@ from penstock.kernels.cuda.accept_drafts import accept_variant
 from penstock.kernels.cuda.activation import gated_activation_variant
 from penstock.kernels.cuda.attention.paged import attention_variants
 from penstock.kernels.cuda.core.launch import ALIGNMENT, FP8_CAPABILITY, TYPES, KernelVariant
+from penstock.kernels.cuda.example_shapes import SHAPES
 from penstock.kernels.cuda.gemv import gemv_variant
 from penstock.kernels.cuda.lora import lora_expand_variant, lora_shrink_variant
-from penstock.kernels.cuda.model_shapes import SHAPES, ModelShape
+from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.moe.fused_moe import fused_moe_variants
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
 from penstock.kernels.cuda.norm import add_rms_norm_variant, rms_norm_variant
 from penstock.kernels.cuda.quantized.gemm import gemm_variants
 from penstock.kernels.cuda.quantized.weights import Codes, WeightLayout
+from penstock.kernels.cuda.recurrent.shapes import recurrent_variants
 from penstock.kernels.cuda.rope_kv import rope_kv_variant
 from penstock.kernels.cuda.sampling.logprobs import logprobs_variants
 from penstock.kernels.cuda.sampling.sample import sampling_variants
@@ -59,6 +61,8 @@ def variants(shape: ModelShape) -> Iterator[KernelVariant]:
         if kind.intermediate_size is not None:
             yield gated_activation_variant(kind.dtype, kind.intermediate_size, kind.activation)
         yield rope_kv_variant(kind.heads)
+    for recurrent in shape.recurrent:
+        yield from recurrent_variants(recurrent, commits=shape.commits_states)
     sequences = MIN_SEQUENCES  # and one variant for each power of 2, up to the first that suffices
     of_rows = (shape.max_pages, shape.max_positions, shape.slots, shape.vocab_size)
     yield prepare_variant(sequences, *of_rows)

@@ -1,12 +1,13 @@
-"""The properties of a model that its kernels are compiled for, and examples of models whose kernels differ."""
+"""The properties of a model that its kernels are compiled for."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from penstock.kernels.cuda.attention.common import AttentionShape
 from penstock.kernels.cuda.attention.plan import DecodeShape
+from penstock.kernels.cuda.recurrent.shapes import RecurrentShape
 from penstock.kernels.cuda.rope_kv import RopeKv
 from penstock.kernels.cuda.sampling.tensors import SamplerShape
 
@@ -45,6 +46,8 @@ class ModelShape:
     norm_eps: float
     qkv_bias: bool = False
     """Whether the product has biases; ``output_bias`` and ``mlp_bias`` likewise."""
+    gated_attention: bool = False
+    """Whether the product has a gate too, as many columns as queries."""
     output_bias: bool = False
     mlp_bias: bool = False
     norms_before: bool = True
@@ -81,6 +84,8 @@ class ModelShape:
     """Whether a layer changes its output after the MLP's is added."""
     has_mlp_beside_experts: bool = False
     """Whether layers with experts have the MLP too."""
+    recurrent: tuple[RecurrentShape, ...] = ()
+    """The kinds of layers that have a recurrent state in place of keys and values."""
     others: tuple["ModelShape", ...] = ()
     """The layers of other sizes: for each size, the shape of a model of only such layers."""
     windows: tuple[int | None, ...] = (None,)
@@ -135,6 +140,11 @@ class ModelShape:
         with more queries are computed as prompts are."""
         return sorted({1, min(1 + self.max_drafts, MAX_VERIFIED)})
 
+    @property
+    def commits_states(self) -> bool:
+        """Whether recurrent states may advance by tokens that are only known to be kept after sampling."""
+        return bool(self.recurrent) and self.max_drafts > 0
+
     def attention(self) -> Iterator[DecodeShape]:
         """The attention of each kind of layer, for each number of queries in ascending order."""
         for layer in dict.fromkeys(kind.attention_of(window) for kind in self.kinds for window in kind.windows):
@@ -163,13 +173,15 @@ class ModelShape:
     @property
     def products(self) -> list[tuple[int, int, bool]]:
         """The matrix products of a layer, each as outputs, inputs, and whether there is a bias: QKV, attention output,
-        gate and up, down; then those of the shared experts, of the layer's input and of all layers' inputs."""
+        gate and up, down; then those of the shared experts, of the layer's input, of all layers' inputs and of
+        recurrent layers."""
         width, hidden, own = self.num_heads * self.head_dim, self.hidden_size, self.input_size
-        attention = [(self.heads.row_heads * self.head_dim, hidden, self.qkv_bias), (hidden, width, self.output_bias)]
+        qkv = self.heads.row_heads * self.head_dim + (width if self.gated_attention else 0)
+        attention = [(qkv, hidden, self.qkv_bias), (hidden, width, self.output_bias)]
         mlp = [self.gate_up, (hidden, self.gate_up[0] // 2, self.mlp_bias)] if self.gate_up else []
         shared = [(2 * self.shared_size, hidden, False), (hidden, self.shared_size, False)] if self.shared_size else []
         inputs = [(own, hidden, False), (hidden, own, False), (self.inputs_of_layers, hidden, False)] if own else []
-        return attention + mlp + shared + inputs
+        return attention + mlp + shared + inputs + [product for kind in self.recurrent for product in kind.products]
 
     @property
     def gate_up(self) -> tuple[int, int, bool] | None:
@@ -193,175 +205,3 @@ class ModelShape:
             value_eps=self.norm_eps if self.norms_values and self.has_kv else None,
             values_are_keys=self.values_are_keys and self.has_kv,
         )
-
-
-def _gemma4_e2b() -> ModelShape:
-    """35 layers: those without a window have larger heads, and the last 20 take keys and values from others."""
-    windowed = ModelShape(
-        hidden_size=1536,
-        intermediate_size=6144,
-        num_heads=8,
-        num_kv_heads=1,
-        head_dim=256,
-        rotary_dim=256,
-        vocab_size=262144,
-        norm_eps=1e-6,
-        norms_after=True,
-        norms_heads=True,
-        norms_values=True,
-        input_size=256,
-        inputs_of_layers=35 * 256,
-        ends_layers=True,
-        activation="gelu_tanh",
-        attention_scale=1.0,
-        windows=(512,),
-        logits_dtype=torch.float32,
-        max_positions=131072,
-    )
-    full = replace(windowed, head_dim=512, rotary_dim=512, windows=(None,))
-    last = [replace(kind, has_kv=False, intermediate_size=12288) for kind in (windowed, full)]
-    return replace(windowed, others=(full, *last))
-
-
-SHAPES = {
-    "Qwen3-0.6B": ModelShape(
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        rotary_dim=128,
-        vocab_size=151936,
-        norm_eps=1e-6,
-        norms_heads=True,
-        max_positions=40960,
-    ),
-    "Llama-3.1-8B": ModelShape(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rotary_dim=128,
-        vocab_size=128256,
-        norm_eps=1e-5,
-        max_positions=131072,
-    ),
-    "Gemma-3-1B": ModelShape(
-        hidden_size=1152,
-        intermediate_size=6912,
-        num_heads=4,
-        num_kv_heads=1,
-        head_dim=256,
-        rotary_dim=256,
-        vocab_size=262144,
-        norm_eps=1e-6,
-        norms_after=True,
-        norms_heads=True,
-        activation="gelu_tanh",
-        windows=(512, None),
-        max_positions=32768,
-    ),
-    "Gemma-2-2B": ModelShape(
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=256,
-        rotary_dim=256,
-        vocab_size=256000,
-        norm_eps=1e-6,
-        norms_after=True,
-        activation="gelu_tanh",
-        windows=(4096, None),
-        cap=50.0,
-        logits_dtype=torch.float32,
-        max_positions=8192,
-    ),
-    "OLMo-2-1B": ModelShape(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_heads=16,
-        num_kv_heads=16,
-        head_dim=128,
-        rotary_dim=128,
-        vocab_size=100352,
-        norm_eps=1e-6,
-        norms_before=False,
-        norms_after=True,
-        norms_queries=True,
-        max_positions=4096,
-    ),
-    "Phi-4-mini": ModelShape(
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_heads=24,
-        num_kv_heads=8,
-        head_dim=128,
-        rotary_dim=96,
-        vocab_size=200064,
-        norm_eps=1e-5,
-        max_positions=131072,
-    ),
-    "gpt-oss-20b": ModelShape(
-        hidden_size=2880,
-        intermediate_size=None,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=64,
-        rotary_dim=64,
-        vocab_size=201088,
-        norm_eps=1e-5,
-        qkv_bias=True,
-        output_bias=True,
-        clamped_gate=(1.702, 7.0),
-        windows=(128, None),
-        experts=Mixture(num_experts=32, per_token=4, normalise=True, biased=True),
-        expert_size=2880,
-        max_positions=131072,
-    ),
-    "Qwen3-30B-A3B": ModelShape(
-        hidden_size=2048,
-        intermediate_size=None,
-        num_heads=32,
-        num_kv_heads=4,
-        head_dim=128,
-        rotary_dim=128,
-        vocab_size=151936,
-        norm_eps=1e-6,
-        norms_heads=True,
-        experts=Mixture(num_experts=128, per_token=8, normalise=True),
-        expert_size=768,
-        max_positions=40960,
-    ),
-    "Mixtral-8x7B": ModelShape(
-        hidden_size=4096,
-        intermediate_size=None,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rotary_dim=128,
-        vocab_size=32000,
-        norm_eps=1e-5,
-        experts=Mixture(num_experts=8, per_token=2, normalise=True),
-        expert_size=14336,
-        max_positions=32768,
-    ),
-    "Llama-4-Scout": ModelShape(
-        hidden_size=5120,
-        intermediate_size=None,
-        num_heads=40,
-        num_kv_heads=8,
-        head_dim=128,
-        rotary_dim=128,
-        vocab_size=202048,
-        norm_eps=1e-5,
-        windows=(8192, None),
-        chunked_windows=True,
-        experts=Mixture(num_experts=16, per_token=1, normalise=True, scales_inputs=True),
-        expert_size=8192,
-        max_positions=262144,
-    ),
-    "Gemma-4-E2B": _gemma4_e2b(),
-}
-SHAPES["gpt-oss-20b-mxfp4"] = replace(SHAPES["gpt-oss-20b"], has_fp4_experts=True)

@@ -232,10 +232,12 @@ PLAIN_ON_CUDA = frozenset(
         "Glm4MoeForCausalLM",
         "HunYuanDenseV1ForCausalLM",
         "HunYuanMoEV1ForCausalLM",
+        "Lfm2MoeForCausalLM",
         "Llama4ForCausalLM",
         "Llama4ForConditionalGeneration",
         "MiniMaxM2ForCausalLM",
         "NemotronForCausalLM",
+        "NemotronHForCausalLM",
         "OPTForCausalLM",
         "OlmoForCausalLM",
         "PhiForCausalLM",
@@ -262,7 +264,7 @@ RECURRENT = frozenset(
     }
 )
 """The architectures with recurrent layers."""
-NOT_ON_CUDA = LATENT | RECURRENT
+NOT_ON_CUDA = LATENT
 """The architectures that the CUDA backend does not have: on a GPU, plain torch computes them."""
 
 COLUMNS = ("line", "architectures", "GGUF", "on cuda", "tools, reasoning", "not served")

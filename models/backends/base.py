@@ -179,7 +179,7 @@ class _Entry:
 
 BACKENDS = {
     "cpu": _Entry("penstock.models.backends.cpu.backend", "cpu", "cpu", has_states=True, has_stages=True),
-    "cuda": _Entry("penstock.models.backends.cuda.backend", "cuda", "cuda", has_stages=True),
+    "cuda": _Entry("penstock.models.backends.cuda.backend", "cuda", "cuda", has_states=True, has_stages=True),
     "reference": _Entry("penstock.models.backends.reference.backend", None, "torch", has_states=True, has_stages=True),
     "transformers": _Entry("penstock.models.backends.transformers_module.backend", None, "torch", has_adapters=False),
 }

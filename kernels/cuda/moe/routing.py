@@ -21,7 +21,7 @@ from penstock.kernels.cuda.moe.shapes import ExpertsShape
 
 GROUPED = ("pairs", "tiles", "num_tiles")
 """The fields of ``Routes`` that describe the grouped pairs, as kernel arguments."""
-BLOCK_TOKENS = 32
+MAX_BLOCK_TOKENS = 32
 BLOCK_COUNTS = 4096
 """Counts, or comparisons of a tile with an expert, that a program processes at once."""
 TAKEN = tl.constexpr(-(1 << 63))
@@ -38,7 +38,7 @@ class Routes:
     weights: Tensor
     """(T, k) fp32: the factor of the pair's result."""
     counts: Tensor
-    """(T / BLOCK_TOKENS, experts rounded up to a power of 2) int32: how many of a block's tokens chose an expert."""
+    """(blocks of tokens, experts rounded up to a power of 2) int32: how many tokens chose an expert."""
     pairs: Tensor
     """(P,) int32: the pairs by expert, and those of an expert in the order of tokens."""
     tiles: Tensor
@@ -59,7 +59,7 @@ class Routes:
         return cls(
             ids=ints(*places),
             weights=torch.empty(places, dtype=torch.float32, device=device),
-            counts=ints(triton.cdiv(max_tokens, BLOCK_TOKENS), shape.block_experts),
+            counts=ints(triton.cdiv(max_tokens, _block_tokens(shape.block_experts)), shape.block_experts),
             pairs=ints(shape.num_pairs(max_tokens)),
             tiles=ints(max_tiles, 3),
             num_tiles=ints(1),
@@ -216,6 +216,11 @@ def group_kernel(
     _group(pair, totals, before, block, num_blocks, pairs, tiles, num_tiles, block_m, BLOCK_ROWS)
 
 
+def _block_tokens(block_experts: int) -> int:
+    """Returns the tokens of a program, fewer with many experts, so that registers suffice."""
+    return min(MAX_BLOCK_TOKENS, 2 * BLOCK_COUNTS // block_experts)
+
+
 @cache
 def route_variant(mixture: Mixture, dtype: torch.dtype) -> KernelVariant:
     """The variant of the first kernel for logits of a dtype."""
@@ -234,7 +239,7 @@ def route_variant(mixture: Mixture, dtype: torch.dtype) -> KernelVariant:
             "NUM_EXPERTS": mixture.num_experts,
             "PER_TOKEN": mixture.per_token,
             "NORMALISE": mixture.normalise,
-            "BLOCK_TOKENS": BLOCK_TOKENS,
+            "BLOCK_TOKENS": _block_tokens(block_experts),
             "BLOCK_EXPERTS": block_experts,
             "BLOCK_PLACES": triton.next_power_of_2(mixture.per_token),
             "BLOCK_ROWS": BLOCK_COUNTS // block_experts,
@@ -252,7 +257,7 @@ def group_variant(num_experts: int, per_token: int) -> KernelVariant:
         {**dict.fromkeys(("ids", "counts", *GROUPED), torch.int32), **dict.fromkeys(NUMBERS_OF_GROUPING, "i32")},
         {
             "PER_TOKEN": per_token,
-            "BLOCK_TOKENS": BLOCK_TOKENS,
+            "BLOCK_TOKENS": _block_tokens(block_experts),
             "BLOCK_EXPERTS": block_experts,
             "BLOCK_ROWS": BLOCK_COUNTS // block_experts,
         },
@@ -274,8 +279,9 @@ def route(mixture: Mixture, block_m: int, logits: Tensor, query_starts: Tensor, 
     check(query_starts, (num_sequences + 1,), torch.int32)
     assert routes.ids.shape[0] >= num_tokens
     assert routes.ids.shape[1] == mixture.per_token
-    num_blocks = triton.cdiv(num_tokens, BLOCK_TOKENS)
-    route_variant(mixture, logits.dtype).launch(
+    route = route_variant(mixture, logits.dtype)
+    num_blocks = triton.cdiv(num_tokens, route.constants["BLOCK_TOKENS"])
+    route.launch(
         (num_blocks,),
         logits=logits,
         query_starts=query_starts,

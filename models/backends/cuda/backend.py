@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.kernels.cuda.attention.common import MAX_HEAD_DIM, MIN_HEAD_DIM, PAGE_SLOTS, RaggedRows
 from penstock.kernels.cuda.core.launch import FP8_CAPABILITY, MIN_CAPABILITY, capability_of, interpreted, launches
+from penstock.kernels.cuda.recurrent.scan import MAX_KEY_SIZE
 from penstock.kernels.cuda.sampling.tensors import MAX_VOCAB
 from penstock.kernels.cuda.step import MIN_SEQUENCES, commit, prepare
 from penstock.kernels.reference.upcast import upcast
@@ -21,8 +22,10 @@ from penstock.models.backends.cuda.adapters import CudaAdapters
 from penstock.models.backends.cuda.attention_libraries import unsupported_attention
 from penstock.models.backends.cuda.loading import DTYPES, KV_DTYPES, CudaLoading, StepMemory, dtype_name_of
 from penstock.models.backends.cuda.model import CudaModel, Hidden
+from penstock.models.backends.cuda.recurrent import RecurrentStep
 from penstock.models.backends.cuda.steps.features import DeviceFeatures
 from penstock.models.backends.cuda.steps.graphs import StepGraphs, graph_sizes
+from penstock.models.backends.cuda.steps.states import CudaStates
 from penstock.models.backends.cuda.steps.step_io import Size
 from penstock.models.backends.first_stage import load_first_stage
 from penstock.models.backends.later_stage import StageRank, load_later_stage
@@ -38,7 +41,7 @@ from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
 class CudaBackend:
     """A ``Backend`` that keeps its rows on the device. Copies of blocks are queued, in order with the steps."""
 
-    runs_ahead, needs_tokens, states = True, False, None
+    runs_ahead, needs_tokens = True, False
 
     def __init__(
         self,
@@ -48,8 +51,10 @@ class CudaBackend:
         host_pages: HostPages,
         facts: WorkerFacts,
         adapters: CudaAdapters | None = None,
+        states: CudaStates | None = None,
     ) -> None:
         self.facts = facts
+        self.states = states
         self._spec = spec
         self._model = model
         self.embedding, self.head, self.num_logits = model.embedding, model.head, model.num_logits
@@ -114,9 +119,11 @@ class CudaBackend:
             wanted.add(tokens)  # which also allocates the memory of the largest step
             # ``prepare`` has a form for each power of 2.
             for sequences in {min(MIN_SEQUENCES << n, most) for n in range(12)}:
-                yield Size(sequences, tokens, shape.max_sampled, tokens)
+                yield Size(sequences, tokens, shape.max_sampled, tokens, commits=shape.commits_states)
         for number in sorted(wanted):
             yield Size(1, number, min(number, shape.max_sampled), number)
+        if self.states is not None:
+            yield Size(1, 1, 1, 1, commits=shape.commits_states)
 
     @torch.inference_mode()
     def start_step(self, batch: Batch) -> Finish:
@@ -129,6 +136,8 @@ class CudaBackend:
         memory.inputs.write(batch, graph or size, memory.rows)
         if self._adapters is not None and size.adapted:
             self._adapters.write(batch, graph or size)
+        if self.states is not None:
+            self.states.write(batch, graph or size)
         read = HiddenReads([], [])
         if graph:
             made = self._graphs.run(graph, lambda: self._await_masks(batch))
@@ -173,6 +182,8 @@ class CudaBackend:
         if batch.masks is not None:
             self._memory.rows.write_masks(batch.masks.words.result())
             self._memory.rows.drop_rows(batch.masks.late)
+            if self.states is not None and batch.masks.late:
+                self.states.drop_rows(batch, batch.masks.late)
 
     def _forward(self, size: Size) -> Hidden:
         """Launches the layers of a step of that size on the current inputs."""
@@ -182,7 +193,11 @@ class CudaBackend:
         if self._adapters is not None:
             self._adapters.launch(size)
         ragged = RaggedRows(rows.tables, step.rows, step.query_starts, step.contexts)
-        return self._model.forward(step, ragged, size.longest)
+        if self.states is None:
+            return self._model.forward(step, ragged, size.longest)
+        sampled = self._memory.inputs.part("line_tokens", size.sampled) if size.commits else None
+        row_states = RecurrentStep(self.states.rows(size, step), sampled, [])
+        return self._model.forward(step, ragged, size.longest, row_states)
 
     def _choose(self, size: Size, hidden: Hidden) -> None:
         """Launches the rest of the step: samples tokens, and advances rows by the tokens that they keep."""
@@ -195,6 +210,8 @@ class CudaBackend:
             accepted = memory.sampler.choose(size, logits, inputs, rows, outputs, last)
             kept = torch.add(kept, accepted, out=outputs.part("kept", size.sequences))
         commit(rows.rows, inputs.step(size), kept, last)
+        if self.states is not None and size.commits:
+            self._model.commit_states(hidden.kept, self.states.kept_rows(size, inputs, kept))
 
     def _wide_logits(self, hidden: Tensor) -> Tensor:
         # A copy, since a part of the hidden states may start at an address that kernels cannot read from.
@@ -213,6 +230,9 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
         return f"--dtype is {config.dtype}, here {dtype}, and this backend has {', '.join(DTYPES)}: give one of them"
     if spec.latent is not None:
         return "it has latent attention, for which there are no kernels yet: give --backend reference, or leave it out"
+    rows = max((mixer.matrices[1] for mixer in spec.recurrent if mixer is not None), default=0)
+    if rows > MAX_KEY_SIZE:
+        return f"the states of its recurrent layers have {rows} rows, and this backend runs up to {MAX_KEY_SIZE}"
     if config.block_size != PAGE_SLOTS:
         return f"--block-size is {config.block_size}, and pages hold {PAGE_SLOTS} tokens: give that"
     for size in {spec.at(layer).head_dim for layer in range(spec.num_layers)}:
@@ -259,7 +279,7 @@ def load(config: WorkerConfig, info: CheckpointInfo) -> Backend:
         return load_first_stage(config, info.spec, lambda: CudaLoading(config, info))
     loading = CudaLoading(config, info)
     loading.load_weights(None)
-    return CudaBackend(loading.spec, *loading.whole_model(loading.num_blocks()))
+    return CudaBackend(loading.spec, *loading.whole_model(loading.cache_sizes()))
 
 
 def load_stage(config: WorkerConfig, info: CheckpointInfo) -> StageRank:

@@ -136,7 +136,9 @@ class CudaLinears:
             for layout in {weight.layout for weight in self._made}
             for number in changes(layout, self._dtype, deterministic=self._deterministic)
         }
-        of_floats = {2, *(bucket + 1 for bucket in BUCKETS)} if self._skinny else set()
+        # With more than one token, torch computes the products of fp32.
+        buckets = BUCKETS if self._dtype.itemsize == 2 else ()
+        of_floats = {2, *(bucket + 1 for bucket in buckets)} if self._skinny else set()
         return sorted(of_quantized | of_floats)
 
     @property

@@ -14,13 +14,15 @@ from penstock.models.backends.cuda.attention_libraries import make_attention
 from penstock.models.backends.cuda.linear import CudaLinears, stored_bytes
 from penstock.models.backends.cuda.model import CudaModel
 from penstock.models.backends.cuda.pages import DevicePages, read_kv_scales
+from penstock.models.backends.cuda.recurrent import RecurrentLayers
 from penstock.models.backends.cuda.shapes import max_drafts, shape_of
 from penstock.models.backends.cuda.stages import CudaStage
 from penstock.models.backends.cuda.steps.rows import CudaRows
 from penstock.models.backends.cuda.steps.sampler import CudaSampler
+from penstock.models.backends.cuda.steps.states import CudaStates, slot_floats
 from penstock.models.backends.cuda.steps.step_io import StepInputs, StepOutputs
 from penstock.models.backends.distributed import join
-from penstock.models.backends.memory import allocated, check_weights_fit, num_kv_blocks
+from penstock.models.backends.memory import CacheSizes, allocated, cache_sizes, check_weights_fit
 from penstock.models.backends.pipeline_parallel import ModelPart, PartWork, StageSpeed
 from penstock.models.backends.torch_common.adapters import add_slots
 from penstock.models.backends.torch_common.device import torch_device
@@ -70,6 +72,7 @@ class CudaLoading:
         self._quantization = info.choose_quantization(config.quantization)
         self._parallel = join(config)
         self._num_logits = min(config.tokenizer_vocab_size or self.spec.vocab_size, self.spec.vocab_size)
+        self._state_bytes = 4 * slot_floats(self.spec)
         self._kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self._dtype)
         self._keeps_fp4 = has_fp4_experts(info, self._parallel.size)
         at_load = info.at_load(config.quantization)
@@ -102,10 +105,14 @@ class CudaLoading:
         self._weights, self._adapters = add_slots(CudaAdapters, config, self.spec, weights, self._dtype, self._device)
 
     def num_blocks(self) -> int:
-        """Allocates the memory of steps, and returns how many KV blocks there is room for. Raises ModelError."""
-        config, parallel, block_bytes = self.config, self._parallel, self._block_bytes()
+        return self.cache_sizes().num_blocks
+
+    def cache_sizes(self) -> CacheSizes:
+        """Allocates the memory of steps, and returns how many KV blocks and recurrent states there is room for. Raises
+        ModelError."""
+        config = self.config
         # The memory of steps depends on the context, which depends on what that memory leaves to the KV cache.
-        most_blocks = num_kv_blocks(config, block_bytes, self._max_model_len, parallel=parallel)
+        most_blocks = self._cache_sizes(self._max_model_len).num_blocks
         max_model_len = context_of(config, self.spec, most_blocks)
         self._shape = shape_of(
             self.spec,
@@ -123,13 +130,25 @@ class CudaLoading:
         if self._part is None:
             self._memory = StepMemory(self._shape, self._device)
         self._linears.take_room(self._dtype, self._shape.max_tokens)
-        return min(most_blocks, num_kv_blocks(config, block_bytes, max_model_len, parallel=parallel))
+        num_blocks, num_slots = self._cache_sizes(max_model_len)
+        return CacheSizes(min(most_blocks, num_blocks), num_slots)
 
-    def whole_model(self, num_blocks: int) -> tuple[CudaModel, StepMemory, HostPages, WorkerFacts, CudaAdapters | None]:
-        """Allocates the pages of a model without stages. Raises ModelError."""
+    def _cache_sizes(self, max_model_len: int) -> CacheSizes:
+        return cache_sizes(self.config, self._block_bytes(), self._state_bytes, max_model_len, parallel=self._parallel)
+
+    def whole_model(
+        self, sizes: CacheSizes
+    ) -> tuple[CudaModel, StepMemory, HostPages, WorkerFacts, CudaAdapters | None, CudaStates | None]:
+        """Allocates the pages and the recurrent states of a model without stages. Raises ModelError."""
         assert self._memory is not None, "the memory of steps comes first"
-        model, host_pages, facts = self._model(num_blocks, ())
-        return model, self._memory, host_pages, facts, self._adapters
+        num_blocks, num_slots = sizes
+        states: CudaStates | None = None
+        if num_slots:
+            shape = self._memory.shape
+            with allocated(num_blocks, self._device):
+                states = CudaStates(self.spec, num_slots, shape.max_sequences, shape.max_tokens, self._device)
+        model, host_pages, facts = self._model(num_blocks, (), num_slots, states)
+        return model, self._memory, host_pages, facts, self._adapters, states
 
     def first_part(self, num_blocks: int, layers: Sequence[int]) -> TorchPart:
         assert self._shape is not None, "the memory of steps comes first"
@@ -139,7 +158,9 @@ class CudaLoading:
 
     layer_part = first_part
 
-    def _model(self, num_blocks: int, layers: Sequence[int]) -> tuple[CudaModel, HostPages, WorkerFacts]:
+    def _model(
+        self, num_blocks: int, layers: Sequence[int], num_slots: int = 0, states: CudaStates | None = None
+    ) -> tuple[CudaModel, HostPages, WorkerFacts]:
         config, info, weights, part = self.config, self._info, self._weights, self._part
         assert weights is not None, "the weights come first"
         assert self._shape is not None, "the memory of steps comes first"
@@ -148,7 +169,8 @@ class CudaLoading:
             pages = DevicePages.allocate(self.spec, num_blocks, self._kv_dtype, self._device, numbers)
         host_pages = take_host_pages(config, pages.by_block, self._block_bytes(), pages.num_bytes)
         facts = WorkerFacts(
-            **shared_facts(config, info, num_blocks, default_budget=MAX_BATCHED_TOKENS),
+            **shared_facts(config, info, num_blocks, MAX_BATCHED_TOKENS, num_slots),
+            state_bytes=self._state_bytes,
             backend="cuda",
             dtype=self._dtype_name,
             kv_cache_dtype=config.kv_cache_dtype if config.kv_cache_dtype in KV_DTYPES else self._dtype_name,
@@ -164,9 +186,12 @@ class CudaLoading:
             of_layers = read_kv_scales(info, self._parallel, self._device)
             kv_scales = of_layers if part is None else of_layers[part.layers.start : part.layers.stop]
         attention = make_attention(config.attention_backend, self._shape, self._device)
+        recurrent: RecurrentLayers | None = None
+        if states is not None:
+            recurrent = RecurrentLayers(self.spec, weights.layers, states.layers, self._dtype, states.stride)
         model = CudaModel(
             self.spec, weights, pages.of_layers, self._shape, self._parallel, self._linears, attention,
-            config.feature_layers, kv_scales, part,
+            config.feature_layers, kv_scales, part, recurrent,
         )  # fmt: skip
         return model, host_pages, facts
 

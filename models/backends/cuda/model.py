@@ -17,14 +17,16 @@ from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.moe.fused_moe import ExpertsWeights, ExpertsWorkspace, fused_moe
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
 from penstock.kernels.cuda.norm import add_rms_norm, rms_norm
+from penstock.kernels.cuda.recurrent.rows import RecurrentRows
 from penstock.kernels.cuda.rope_kv import rope_kv
 from penstock.kernels.cuda.step import StepTensors
 from penstock.kernels.reference.ops import rotate, soft_cap
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import NormKind, NoRope, QkNorm, Scoring
-from penstock.models.backends.cuda.attention import ModelAttention
+from penstock.models.backends.cuda.attention import ModelAttention, StepAttention
 from penstock.models.backends.cuda.linear import CudaLinears, SkinnyLinear
+from penstock.models.backends.cuda.recurrent import RecurrentLayers, RecurrentStep
 from penstock.models.backends.pipeline_parallel import ModelPart
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel
 from penstock.models.backends.torch_common.adapters import LoraLinear
@@ -53,6 +55,8 @@ class Hidden(NamedTuple):
     """(T, hidden), after the last norm."""
     features: Tensor
     """(T, feature layers, hidden): the inputs of these layers, and the states for the number of layers."""
+    kept: list[Tensor]
+    """What the recurrent layers need to advance their states by tokens that were not certain; see ``RecurrentStep``."""
 
 
 class TokenPlaces(NamedTuple):
@@ -61,6 +65,8 @@ class TokenPlaces(NamedTuple):
     positions: Tensor
     slots: Tensor
     query_starts: Tensor
+    states: RecurrentStep | None = None
+    """None without recurrent layers."""
 
 
 class CudaModel:
@@ -70,7 +76,7 @@ class CudaModel:
         self,
         spec: ModelSpec,
         weights: Weights,
-        pages: Sequence[Tensor],
+        pages: Sequence[Tensor | None],
         shape: ModelShape,
         parallel: TensorParallel,
         linears: CudaLinears,
@@ -78,8 +84,9 @@ class CudaModel:
         feature_layers: tuple[int, ...] = (),
         kv_scales: Sequence[Tensor] | None = None,
         part: ModelPart | None = None,
+        recurrent: RecurrentLayers | None = None,
     ) -> None:
-        """Everything is the rank's part. ``pages`` are those that each layer attends to, (pages, 2, K, 16, D).
+        """Everything is the rank's part. ``pages`` are those that each layer attends to, (pages, 2, K, 16, D), if any.
         ``kv_scales``, for pages in fp8, has (2, K) in fp32 for each layer: the scales of the keys and of the values
         that it attends to; None: all are 1. ``part``: the rank's of a model in stages, where rank 0 has the whole
         head."""
@@ -105,6 +112,7 @@ class CudaModel:
             for rope, rotary_dim in rotations
         }
         self._attention = attention
+        self._recurrent = recurrent
         self._mixture: tuple[ExpertsShape, ExpertsWorkspace] | None = None
         if shape.experts is not None:
             experts = ExpertsShape.of(shape)
@@ -112,27 +120,31 @@ class CudaModel:
             _fold_expert_scales(weights)
         none = torch.full((spec.num_heads,), -torch.inf, dtype=torch.float32, device=self.device)
         if kv_scales is None:
-            kv_scales = [torch.ones(2, page.shape[2], dtype=torch.float32, device=self.device) for page in pages]
+            counts = [self._specs[index].num_kv_heads for index in self._layers]
+            kv_scales = [torch.ones(2, count, dtype=torch.float32, device=self.device) for count in counts]
         self._kv = {
             # Copies, since kernels need addresses that are aligned.
             index: PagedKV(
                 page, scales[0].clone(), scales[1].clone(), none if layer.sinks is None else layer.sinks.float()
             )
             for index, page, scales, layer in zip(self._layers, pages, kv_scales, weights.layers, strict=True)
+            if page is not None
         }
 
-    def forward(self, step: StepTensors, rows: RaggedRows, longest: int) -> Hidden:
+    def forward(
+        self, step: StepTensors, rows: RaggedRows, longest: int, row_states: RecurrentStep | None = None
+    ) -> Hidden:
         """Runs the layers, which write the KV of every token with a slot. No sequence has over ``longest`` tokens."""
         x = self.embed(step.token_ids, step.positions)
         weights, num_layers = self._weights, self._spec.num_layers
         inputs = None if weights.layer_inputs is None else weights.layer_inputs(step.token_ids, x)
         features = x.new_empty(len(x), len(self._feature_layers), self._spec.hidden_size)
-        places = TokenPlaces(step.positions, step.slots, step.query_starts)
+        places = TokenPlaces(step.positions, step.slots, step.query_starts, row_states)
         delta, after = self._run_layers(x, places, rows, longest, inputs, features)
         states = self._normed(x, delta, after, weights.norm)
         if num_layers in self._feature_layers:
             features[:, self._feature_layers.index(num_layers)] = states
-        return Hidden(states, features)
+        return Hidden(states, features, [] if row_states is None else row_states.kept)
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Returns the input of the first layer, (T, hidden)."""
@@ -169,28 +181,49 @@ class CudaModel:
         delta: Tensor | None = None
         after: Layer | None = None
         for index, layer in zip(self._layers, weights.layers, strict=True):
-            y = self._normed(x, delta, after, layer.before_attention)
+            has_mixer, head_dim = spec.has_mixer(index), self._specs[index].head_dim
+            y = self._normed(x, delta, after, layer.before_attention if has_mixer else layer.before_mlp)
             if index in self._feature_layers:
                 features[:, self._feature_layers.index(index)] = x
-            head_dim = self._specs[index].head_dim
-            query, mixed = queries[head_dim], outputs[head_dim]
-            self._write_kv(index, layer, y, places.positions, places.slots, query)
-            attend(spec.windows[index], query, self._kv[index], mixed)
-            delta = layer.output(mixed.flatten(1))
+            out = y  # replaced: every layer has a mixer or an MLP
+            if layer.recurrent is not None:
+                assert self._recurrent is not None
+                assert places.states is not None
+                out, after = self._recurrent.mix(index, y, places.states, longest), layer.after_attention
+            elif has_mixer:
+                out = self._attend(index, layer, y, places, attend, queries[head_dim], outputs[head_dim])
+                after = layer.after_attention
             if spec.is_parallel:
                 y = y if layer.before_mlp is unchanged else layer.before_mlp(x)
-                delta = delta + self._mlp(layer.mlp, y, places.query_starts)
-            else:
-                self._parallel.all_reduce(delta)
-                y = self._normed(x, delta, layer.after_attention, layer.before_mlp)
-                delta = self._mlp(layer.mlp, y, places.query_starts)
+                out, after = out + self._mlp(layer.mlp, y, places.query_starts), layer.after_mlp
+            elif spec.has_mlp(index):
+                if has_mixer:
+                    self._parallel.all_reduce(out)
+                    y = self._normed(x, out, after, layer.before_mlp)
+                out, after = self._mlp(layer.mlp, y, places.query_starts), layer.after_mlp
             if not isinstance(layer.mlp, MlpBesideExperts):
-                self._parallel.all_reduce(delta)
-            after = layer.after_mlp
+                self._parallel.all_reduce(out)
+            delta = out
             if layer.inputs is not None or layer.scalar is not None:
-                self._end_layer(layer, x, delta, None if inputs is None else inputs[:, index])
+                self._end_layer(layer, x, out, None if inputs is None else inputs[:, index])
                 delta, after = None, None
         return delta, after
+
+    def _attend(
+        self, index: int, layer: LayerWeights, x: Tensor, places: TokenPlaces, attend: StepAttention, query: Tensor,
+        mixed: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Computes a layer's attention and output projection, (T, hidden) -> (T, hidden). ``query`` and ``mixed``, (T,
+        H, D), are room; ``mixed`` is 0 for tokens without a sequence."""
+        gate = self._write_kv(index, layer, x, places.positions, places.slots, query)
+        attend(self._spec.windows[index], query, self._kv[index], mixed)
+        joined = mixed.flatten(1)
+        return layer.output(joined if gate is None else joined * torch.sigmoid(gate))
+
+    def commit_states(self, kept: Sequence[Tensor], rows: RecurrentRows) -> None:
+        """Advances the recurrent states by tokens that were not certain in ``forward``, which kept their inputs."""
+        assert self._recurrent is not None, "a model without recurrent layers has no states"
+        self._recurrent.commit(kept, rows)
 
     @property
     def can_be_captured(self) -> bool:
@@ -249,11 +282,14 @@ class CudaModel:
 
     def _write_kv(
         self, index: int, layer: LayerWeights, x: Tensor, positions: Tensor, slots: Tensor, query: Tensor
-    ) -> None:
-        """Computes queries (T, H, D) from (T, columns of qkv), and writes keys and values to their pages."""
+    ) -> Tensor | None:
+        """Computes queries (T, H, D), and writes keys and values to their pages. Returns the gate, if there is one."""
         spec, kv = self._specs[index], self._kv[index]
         has_kv = spec.has_kv(index)
         qkv: Tensor = layer.qkv(x)
+        gate: Tensor | None = None
+        if spec.gated_attention:
+            qkv, gate = qkv[:, : -spec.query_size].contiguous(), qkv[:, -spec.query_size :]
         tables = self._cos_sin_tables[spec.ropes[index], spec.rotary_dim]
         rotated = qkv[:, : spec.query_size + spec.kv_size]
         norm = None
@@ -289,6 +325,7 @@ class CudaModel:
         )
         if spec.query_scaling is not None and spec.scales_queries(index):
             query *= query_scales(spec.query_scaling, positions)[:, None, None].to(query.dtype)
+        return gate
 
     def _mlp(self, mlp: Layer, x: Tensor, query_starts: Tensor) -> Tensor:
         """(T, hidden) -> (T, hidden)."""

@@ -21,8 +21,9 @@ class DevicePages:
 
     whole: tuple[Tensor, ...]
     """(layers, blocks, 2, KV heads, 16, head size) each: keys, then values."""
-    of_layers: tuple[Tensor, ...]
-    """(blocks, 2, KV heads, 16, head size): the pages that each layer attends to, its own or an earlier layer's."""
+    of_layers: tuple[Tensor | None, ...]
+    """(blocks, 2, KV heads, 16, head size): the pages that each layer attends to, its own or an earlier layer's; None
+    without attention."""
 
     @classmethod
     def allocate(
@@ -35,7 +36,7 @@ class DevicePages:
             shape = (len(layers), num_blocks, 2, num_kv_heads, PAGE_SLOTS, head_dim)
             whole.append(torch.empty(shape, dtype=dtype, device=device))
             found.update(zip(layers, whole[-1], strict=True))
-        return cls(tuple(whole), tuple(found[spec.kv_sources[layer]] for layer in part or range(spec.num_layers)))
+        return cls(tuple(whole), tuple(found.get(spec.kv_sources[layer]) for layer in part or range(spec.num_layers)))
 
     @property
     def num_bytes(self) -> int:

@@ -1,13 +1,17 @@
 """The properties of a loaded model that its kernels are compiled for."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from penstock.kernels.cuda.model_shapes import Mixture, ModelShape
+from penstock.kernels.cuda.recurrent.shapes import RecurrentShape
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import Experts, NormKind, NormPlacement, QkNorm, Scoring
 from penstock.models.backends.cuda.model import logits_dtype
+from penstock.models.backends.cuda.recurrent import recurrent_shape
+from penstock.models.backends.cuda.steps.states import slot_floats
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
 from penstock.scheduler.worker_config import MAX_FORCED_DRAFTS, MAX_PREDICTED_DRAFTS, WorkerConfig
 
@@ -38,6 +42,7 @@ def shape_of(
         vocab_size=spec.vocab_size,
         norm_eps=spec.norm_eps,
         qkv_bias=spec.qkv_bias,
+        gated_attention=spec.gated_attention,
         output_bias=spec.output_bias,
         mlp_bias=spec.mlp_bias,
         norms_before=has_norms and spec.norm_placement is not NormPlacement.POST,
@@ -50,6 +55,7 @@ def shape_of(
         inputs_of_layers=0 if inputs is None else inputs.size * spec.num_layers,
         ends_layers=inputs is not None or spec.layer_scalars,
         has_mlp_beside_experts=is_beside,
+        recurrent=tuple(dict.fromkeys(_recurrent_shapes(spec, dtype))),
         windows=tuple(dict.fromkeys(spec.windows)),
         chunked_windows=spec.chunked_windows,
         attention_scale=spec.attention_scale,
@@ -64,7 +70,13 @@ def shape_of(
         max_drafts=max_drafts,
         deterministic=deterministic,
     )
-    first, *others = dict.fromkeys(_kind_of(spec, layer, shape) for layer in range(spec.num_layers))
+    return _with_kinds(spec, shape)
+
+
+def _with_kinds(spec: ModelSpec, shape: ModelShape) -> ModelShape:
+    """Returns the shape with the sizes of the layers that have attention."""
+    attending = [layer for layer in range(spec.num_layers) if spec.has_mixer(layer) and spec.recurrent[layer] is None]
+    first, *others = dict.fromkeys(_kind_of(spec, layer, shape) for layer in attending)
     # Kinds that differ only in their window are one.
     kinds: dict[ModelShape, tuple[int | None, ...]] = {replace(kind, windows=()): () for kind in (first, *others)}
     for kind in (first, *others):
@@ -86,6 +98,13 @@ def _kind_of(spec: ModelSpec, layer: int, shape: ModelShape) -> ModelShape:
         values_are_keys=spec.values_are_keys(layer),
         windows=(spec.windows[layer],),
     )
+
+
+def _recurrent_shapes(spec: ModelSpec, dtype: torch.dtype) -> Iterator[RecurrentShape]:
+    stride = slot_floats(spec)
+    for mixer in spec.recurrent:
+        if mixer is not None:
+            yield recurrent_shape(mixer, spec.hidden_size, dtype, stride)
 
 
 def max_drafts(config: WorkerConfig) -> int:

@@ -130,14 +130,15 @@ class HeadLayer(CudaModel):
             x = self._fc(before)
             before = self._normed(x, None, None, layer.before_attention)
         query = x.new_empty(len(x), spec.num_heads, spec.head_dim)
-        self._write_kv(0, layer, before, inputs.part(size, "positions"), inputs.part(size, "slots", torch.int64), query)
+        slots = inputs.part(size, "slots", torch.int64)
+        gate = self._write_kv(0, layer, before, inputs.part(size, "positions"), slots, query)
         if not size.sampled:
             return x[:0], x[:0]
         rows, mixed = inputs.rows(size), torch.zeros_like(query)
         attend = self._attention.plan(rows, size.longest)
         attend(None, query, self._kv[0], mixed)
         sampled = inputs.part(size, "sampled", torch.int64)
-        mixed = mixed.flatten(1)
+        mixed = mixed.flatten(1) if gate is None else mixed.flatten(1) * torch.sigmoid(gate)
         has_experts = not isinstance(layer.mlp, Mlp)  # their kernels need the tokens of whole sequences
         if not has_experts:
             x, mixed = x.index_select(0, sampled), mixed.index_select(0, sampled)

@@ -16,7 +16,7 @@ import pytest
 from penstock.kernels import aot as ahead
 from penstock.kernels.aot import MAX_SHARED_BYTES, QUANTIZED, KernelResources, variants, wanted
 from penstock.kernels.cuda.core.launch import FP8_CAPABILITY
-from penstock.kernels.cuda.model_shapes import SHAPES
+from penstock.kernels.cuda.example_shapes import SHAPES
 
 ROOT = Path(__file__).parents[3]
 OLDEST_TRITON = ROOT / "build" / "oldest-triton"
@@ -32,7 +32,7 @@ SOME = ("Gemma-2-2B",)
 # A number that were specialised would be compiled anew for 1, and for a multiple of 16.
 SPECIALISED = """
 from penstock.kernels.aot import variants
-from penstock.kernels.cuda.model_shapes import SHAPES
+from penstock.kernels.cuda.example_shapes import SHAPES
 for variant in (variant for shape in SHAPES.values() for variant in variants(shape)):
     numbers = {name for name, kind in variant.arguments.items() if isinstance(kind, str)}
     for parameter in variant.kernel.params:
@@ -48,7 +48,7 @@ for variant in (variant for shape in SHAPES.values() for variant in variants(sha
 PRODUCTS = """
 import json, re, sys
 from penstock.kernels.aot import wanted
-from penstock.kernels.cuda.model_shapes import SHAPES
+from penstock.kernels.cuda.example_shapes import SHAPES
 READS = r"cp\\.async\\.c\\S+ \\[.*?\\], \\[.*?\\], (\\w+)"
 for name, variant in wanted(SHAPES[model] for model in sys.argv[1:]).items():
     compiled = variant.compile(90)  # all of them, in the order in which they were: so Triton finds them again
@@ -74,11 +74,22 @@ for name, variant in wanted(SHAPES[model] for model in sys.argv[1:]).items():
 # How often a kernel synchronises with those before and after it, and whether it is launched for that.
 EARLY = """
 from penstock.kernels.aot import variants
-from penstock.kernels.cuda.model_shapes import SHAPES
+from penstock.kernels.cuda.example_shapes import SHAPES
 variant = next(variants(SHAPES["Qwen3-0.6B"]))
 for capability in (80, 90):
     compiled = variant.compile(capability)
     print(capability, compiled.asm["ptx"].count("griddepcontrol"), compiled.metadata.launch_pdl)
+"""
+
+# The kernels of each kind of recurrent layer, with the bytes of local memory that a thread needs.
+RECURRENT = """
+from penstock.kernels.aot import measure
+from penstock.kernels.cuda.example_shapes import SHAPES
+from penstock.kernels.cuda.recurrent.shapes import recurrent_variants
+for kind in (kind for shape in SHAPES.values() for kind in shape.recurrent):
+    for variant in recurrent_variants(kind, commits=True):
+        needed = measure(variant, 90)
+        print(needed.spilled_bytes, needed.name)
 """
 
 
@@ -131,6 +142,13 @@ def check_resources(models: tuple[str, ...], printed: str) -> None:
 @pytest.mark.parametrize("models", [SOME, pytest.param(tuple(SHAPES), marks=pytest.mark.soak)], ids=["some", "all"])
 def test_every_variant_compiles_for_hopper(models: tuple[str, ...], folder: Path) -> None:
     check_resources(models, run(folder, "-m", "penstock.kernels.aot", *models))
+
+
+def test_recurrent_layers_compile_for_hopper_and_spill_nothing(folder: Path) -> None:
+    printed = run(folder, "-c", RECURRENT)
+    print(printed)
+    assert {line.split()[1] for line in printed.splitlines()} == {"_convolution", "_scan", "_gated_norm"}
+    assert all(line.startswith("0 ") for line in printed.splitlines())
 
 
 @pytest.mark.soak

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from penstock.kernels.cuda.model_shapes import SHAPES, Mixture
+from penstock.kernels.cuda.example_shapes import SHAPES
+from penstock.kernels.cuda.model_shapes import Mixture
 from penstock.kernels.cuda.moe.fused_moe import ExpertsWeights, ExpertsWorkspace, fused_moe
 from penstock.kernels.cuda.moe.shapes import DECODE, MIDDLE, PREFILL, ExpertsShape
 from penstock.kernels.reference import ops as reference

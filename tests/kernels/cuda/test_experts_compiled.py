@@ -9,7 +9,7 @@ COMPILE = """
 import json, re
 from penstock.kernels.cuda.moe.gemm import gate_up_variant
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
-from penstock.kernels.cuda.model_shapes import SHAPES
+from penstock.kernels.cuda.example_shapes import SHAPES
 
 model = SHAPES["Qwen3-30B-A3B"]
 shape = ExpertsShape.of(model)

@@ -17,7 +17,7 @@ import json, re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from penstock.kernels.aot import QUANTIZED, float_variants, measure, quantized_variants
-from penstock.kernels.cuda.model_shapes import SHAPES
+from penstock.kernels.cuda.example_shapes import SHAPES
 
 def tell(form, variant):
     numbers = {name for name, kind in variant.arguments.items() if isinstance(kind, str)}

@@ -156,6 +156,8 @@ class Rows:
         self.runner = Runner(self.backend)
         self._free = list(range(self.backend.facts.num_blocks))
         self._blocks: dict[int, list[int]] = {}
+        self._num_blocks = min(20, self.backend.facts.max_model_len // 16)
+        """The blocks of a row."""
 
     def run(self, **lists: Any) -> list[RowResult]:
         """Runs a plan of these lists."""
@@ -167,7 +169,7 @@ class Rows:
     ) -> AddedRow:
         """Returns a row that begins, with the state in ``source`` and the blocks of row ``like`` up to ``at``."""
         blocks = self._blocks[like][: at // 16] if at else []
-        blocks = blocks + [self._free.pop() for _ in range(20 - len(blocks))]
+        blocks = blocks + [self._free.pop() for _ in range(self._num_blocks - len(blocks))]
         self._blocks[number] = blocks
         return AddedRow(
             number,
@@ -235,11 +237,13 @@ def typical_hybrid(request: pytest.FixtureRequest, hybrid: Callable[[str], Any])
     return hybrid(request.param)
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=["reference", "cpu", pytest.param("cuda", marks=pytest.mark.soak)])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Each that runs recurrent layers, in turn."""
+    """Each that runs recurrent layers, in turn; that for GPUs takes long in Triton's interpreter."""
     if request.param == "cpu":
         request.getfixturevalue("cpu_library")
+    if request.param == "cuda":
+        pytest.importorskip("triton")
     return str(request.param)
 
 
@@ -263,7 +267,7 @@ def rows(worker_config: Callable[..., WorkerConfig]) -> Callable[..., Rows]:
     """Rows of a model: ``rows(path, **config)``."""
 
     def make(path: Path, **config: Any) -> Rows:
-        return Rows(worker_config(path, max_num_seqs=8, max_model_len=400, **config))
+        return Rows(worker_config(path, **{"max_num_seqs": 8, "max_model_len": 400, **config}))
 
     return make
 

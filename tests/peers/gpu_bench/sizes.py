@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from cpu_bench import floors
 
-from penstock.kernels.cuda.model_shapes import SHAPES, Mixture, ModelShape
+from penstock.kernels.cuda.example_shapes import SHAPES
+from penstock.kernels.cuda.model_shapes import Mixture, ModelShape
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What a step on a GPU needs besides the model: its inputs and outputs, the rows, sampling and recorded graphs."""
+"""Steps on the device: their rows and recurrent states, their inputs and outputs, and their CUDA graphs."""

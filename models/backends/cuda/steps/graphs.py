@@ -25,18 +25,20 @@ model of 0.6B."""
 def graph_sizes(shape: ModelShape, device: torch.device) -> list[Size]:
     """Returns all sizes that are captured, each kind in ascending order. In the interpreter, where padding takes as
     long as real work, returns only a few, which show that padding does no harm."""
-    most, verified = shape.max_sequences, shape.max_queries[-1]
+    most, verified, commits = shape.max_sequences, shape.max_queries[-1], shape.commits_states
     if device.type != "cuda":
         sizes = [Size(number, number, number, 1) for number in (1, 2, 4) if number <= most]
-        return [*sizes, Size(min(most, 4), 4, 4, verified)] if shape.max_sampled >= 4 and verified > 1 else sizes
+        if shape.max_sampled < 4 or verified == 1:
+            return sizes
+        return [*sizes, Size(min(most, 4), 4, 4, verified, commits=commits)]
     decoding = decoding_sizes(most)
     verifying = [
-        Size(min(most, tokens), tokens, tokens, verified)
+        Size(min(most, tokens), tokens, tokens, verified, commits=commits)
         for tokens in VERIFYING_STEPS
         if verified > 1 and tokens <= shape.max_sampled
     ]
     mixed = [
-        Size(min(most, tokens), tokens, min(most, tokens), tokens)
+        Size(min(most, tokens), tokens, min(most, tokens), tokens, commits=commits)
         for tokens in MIXED_STEPS
         if tokens <= shape.max_tokens
     ]

@@ -35,12 +35,17 @@ class Size:
     """The most tokens of any sequence."""
     adapted: bool = False
     """Whether tokens have LoRA adapters."""
+    commits: bool = False
+    """Whether recurrent states advance by tokens of which it is not certain before the step has sampled that they are
+    kept."""
 
     @classmethod
     def of(cls, batch: Batch) -> "Size":
         """Returns the exact size of a batch."""
         sequences, tokens = len(batch.rows), len(batch.token_ids)
-        return cls(sequences, tokens, len(batch.sampled), int((batch.ends - batch.starts).max()))
+        counts = batch.ends - batch.starts
+        commits = any(step.certain < count for step, count in zip(batch.states, counts, strict=False))
+        return cls(sequences, tokens, len(batch.sampled), int(counts.max()), commits=commits)
 
     def fits(self, other: "Size") -> bool:
         """Whether a step of this size fits into one of the other."""
@@ -50,6 +55,7 @@ class Size:
             and self.sampled <= other.sampled
             and self.longest <= other.longest
             and self.adapted == other.adapted
+            and self.commits <= other.commits
         )
 
 

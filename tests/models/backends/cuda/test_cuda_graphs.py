@@ -18,7 +18,7 @@ if not find_spec("triton"):
 
 from without_gpu.recorded_graphs import record_graphs
 
-from penstock.kernels.cuda.model_shapes import SHAPES
+from penstock.kernels.cuda.example_shapes import SHAPES
 from penstock.models.backends.cuda import backend
 from penstock.models.backends.cuda.model import CudaModel
 from penstock.models.backends.cuda.steps.graphs import StepGraphs, graph_sizes

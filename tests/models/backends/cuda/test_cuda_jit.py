@@ -37,6 +37,7 @@ gpu.install()
 from penstock.kernels.cuda.core.launch import launches
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.cuda import backend
+from penstock.models.speculative.draft_rows import Drafted
 from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
 from penstock.scheduler.worker_config import WorkerConfig
@@ -52,7 +53,10 @@ samplings = [
     SamplingParams(prompt_logprobs=2),
 ]
 rows = [
-    AddedRow(n, 0, [3] * length, length, 0, list(range(4 * n, 4 * n + 4)), sampling)
+    AddedRow(
+        n, 0, [3] * length, length, 0, list(range(4 * n, 4 * n + 4)), sampling,
+        state_slot=n if runner._states else -1, max_drafts=3,
+    )
     for n, (length, sampling) in enumerate(zip((1, 5, 20, 33), samplings))
 ]
 prompts = [Chunk(row.row, 0, len(row.token_ids)) for row in rows]
@@ -60,6 +64,10 @@ for row, prompt in zip(rows, prompts):
     runner.run(StepPlan(0, [], [row], [], [prompt], []))
 runner.run(StepPlan(0, [0, 1, 2, 3], [], [], [], []))
 runner.run(StepPlan(0, [], rows, [], prompts, []))
+if runner._states:
+    plan = StepPlan(0, [], [], [], [], [Decode(0, 1), Decode(1, 3)])
+    runner._apply(plan)
+    runner._compute(plan, Drafted({1: [3, 3]}), 0)()
 for count in (1, 2, 3, 4):
     gpu.launched.clear()
     runner.run(StepPlan(0, [], [], [], [], [Decode(n, 1) for n in range(count)]))
@@ -108,6 +116,25 @@ def test_a_gpu_with_less_shared_memory_runs_all_that_hopper_runs(packages, tiny_
         of_head = 1 if name == "skinny_gemm_kernel" else 0
         assert counts[name] == count * layers + of_head, name
     assert len(launched) <= sum(per_layer.values()) * layers + 20
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["Lfm2Config", "Qwen3_5TextConfig", "NemotronHConfig"])
+def test_recurrent_layers_compile_nothing_late(name, build_model, tmp_path):
+    layers: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
+    launches_of_layer = 1
+    if name == "Qwen3_5TextConfig":
+        layers = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
+        launches_of_layer = 3
+    if name == "NemotronHConfig":
+        layers = {"layers_block_type": ["mamba", "attention"], "head_dim": 16, "mamba_num_heads": 8}
+        launches_of_layer = 3
+    changes = {"num_hidden_layers": 2, **layers}
+    late, launched, _ = run(tmp_path, *ADA, str(build_model(tmp_path / "model", name, changes).path))
+    assert late == 0, "a kernel was compiled after the warm-up"
+    counts = Counter(launched)
+    assert counts["_convolution"] + counts["_scan"] + counts["_gated_norm"] == launches_of_layer
 
 
 @pytest.fixture
