@@ -93,7 +93,8 @@ class Recurrent(Structure):
     """A recurrent mixer."""
 
     _fields_ = (
-        ("kind", c_int32), ("channels", c_int32), ("taps", c_int32), ("key_heads", c_int32), ("heads", c_int32),
+        ("input", PackedLinear), ("output", PackedLinear), ("kind", c_int32), ("channels", c_int32),
+        ("taps", c_int32), ("key_heads", c_int32), ("heads", c_int32),
         ("key_size", c_int32), ("value_size", c_int32), ("inputs", c_int32), ("z", c_int32), ("beta", c_int32),
         ("decay", c_int32), ("queries", c_int32), ("keys", c_int32), ("values", c_int32), ("norm_eps", c_float),
         ("least_step", c_float), ("most_step", c_float), ("weights", c_void_p), ("bias", c_void_p),

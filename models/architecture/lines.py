@@ -111,7 +111,8 @@ LINES = (
     ModelLine("OLMo 2", ("Olmo2ForCausalLM",)),
     ModelLine("OLMo 1, OLMo 3, OLMoE", ("OlmoForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM")),
     ModelLine("Falcon3", ("LlamaForCausalLM",)),
-    ModelLine("Falcon 7B and 40B, Falcon-H1", ("FalconForCausalLM",), f"Falcon-H1: {_STATE}", has_template=False),
+    ModelLine("Falcon 7B and 40B", ("FalconForCausalLM",), has_template=False),
+    ModelLine("Falcon-H1", ("FalconH1ForCausalLM",)),
     ModelLine("LFM2, LFM2.5", ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM")),
     ModelLine("Llama-3.1-Nemotron-70B, Nano-8B", ("LlamaForCausalLM",)),
     ModelLine(
@@ -250,6 +251,7 @@ LATENT = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLi
 """The architectures with latent attention."""
 RECURRENT = frozenset(
     {
+        "FalconH1ForCausalLM",
         "GraniteMoeHybridForCausalLM",
         "Lfm2ForCausalLM",
         "Lfm2MoeForCausalLM",

@@ -283,6 +283,8 @@ def _why_not(name: str, module: ModuleType, config: WorkerConfig, info: Checkpoi
             f"--pipeline-parallel-size is {config.pipeline_parallel_size}, and this backend has no stages: leave that "
             f"out, or give --backend {able}"
         )
+    if info.spec.attends_beside_recurrent and name == "cuda":
+        return "its layers have attention and a recurrent mixer side by side: give --backend reference, or leave it out"
     if info.spec.has_state and not BACKENDS[name].has_states:
         able = " or ".join(other for other, entry in BACKENDS.items() if entry.has_states)
         return f"{info.spec.architecture} has recurrent layers, which this backend does not run: give --backend {able}"

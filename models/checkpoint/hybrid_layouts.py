@@ -101,7 +101,12 @@ _NEMOTRON = Naming(
     ),
     left_out=("mtp.",),
 )
+_FALCON = Naming(
+    prefixes=(("model.final_layernorm.", "model.norm."),),
+    renamed=((r"pre_ff_layernorm\.", "post_attention_layernorm."), (r"feed_forward\.", "mlp.")),
+)
 HYBRIDS = {
+    "FalconH1ForCausalLM": _FALCON,
     "GraniteMoeHybridForCausalLM": Naming(
         renamed=((r"block_sparse_moe\.router\.(layer\.)?", "mlp.gate."),), wholes=_granite_hybrid
     ),

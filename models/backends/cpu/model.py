@@ -243,11 +243,11 @@ def _layer(packer: Packer, spec: ModelSpec, index: int, kept: list[object]) -> D
         expert_norm=norms[2],
         scalar=packer.number(f"{prefix}layer_scalar") if spec.layer_scalars else 1.0,
     )
-    if mixer is None and spec.has_mixer(index):
+    if spec.attends(index):
         _add_attention(packer, spec, index, f"{prefix}self_attn.", layer)
         if spec.latent is not None:
             add_latent(packer, spec, spec.latent, f"{prefix}self_attn.", layer, kept)
-    elif mixer is not None:
+    if mixer is not None:
         add_recurrent(packer, spec, index, mixer, layer)
     if spec.layer_inputs is not None:
         size = spec.layer_inputs.size

@@ -219,7 +219,7 @@ def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
     prefix = f"model.layers.{layer}."
     attention = f"{prefix}self_attn."
     mixer, qkv = spec.recurrent[layer], spec.qkv_rows(layer)
-    attends = mixer is None and spec.has_mixer(layer)
+    attends = spec.attends(layer)
     qkv_names = tuple(f"{attention}{name}" for name in qkv)
     before_attention, after_attention, before_mlp, after_mlp = (
         unchanged if name is None else fill.norm(prefix + name) for name in spec.norms_of(layer)

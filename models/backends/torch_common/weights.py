@@ -311,7 +311,7 @@ class LayerWeights:
     """One layer."""
 
     recurrent: RecurrentLayer | None
-    """The mixer in place of attention, whose parts are then ``unchanged``."""
+    """The mixer in place of attention, whose parts are then ``unchanged``, or beside it."""
     before_attention: Layer
     """The norm of attention's input, and of the MLP's too where both see the same."""
     qkv: Linear

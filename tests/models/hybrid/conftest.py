@@ -52,6 +52,21 @@ GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.3,
     "logits_scaling": 2.0,
 }
+FALCON: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_ssm": 80,
+    "mamba_d_state": 24,
+    "rms_norm_eps": 1e-5,
+    "embedding_multiplier": 2.5,
+    "lm_head_multiplier": 0.6,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.8,
+    "ssm_multipliers": [0.9, 1.4, 0.8, 1.2, 0.7],
+    "mlp_multipliers": [1.5, 0.6],
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
     "lfm2-biases-taps4": (
@@ -86,6 +101,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_groups": 2,
             "ssm_state_size": 24,
             "mlp_bias": True,
+        },
+    ),
+    "falcon-h1": ("FalconH1Config", FALCON),
+    "falcon-h1-norm-biases": (
+        "FalconH1Config",
+        {
+            **FALCON,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_n_groups": 2,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "time_step_limit": [0.01, 0.7],
         },
     ),
     "granite-hybrid": ("GraniteMoeHybridConfig", {**GRANITE, "num_local_experts": 0}),

@@ -39,6 +39,11 @@ QWEN3_NEXT_80B = {
     "shared_expert_intermediate_size": 512, "tie_word_embeddings": False, "vocab_size": 151936,
 }  # fmt: skip
 
+FALCON_H1 = {
+    "architectures": ["FalconH1ForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "mamba_d_ssm": 80, "mamba_n_heads": 8, "mamba_d_state": 16, "vocab_size": 160,
+}  # fmt: skip
+
 
 def test_published_configs():
     lfm2 = spec_from_config(LFM2_1_2B)
@@ -81,6 +86,10 @@ def test_qwen3_5_beside_a_vision_tower_and_a_drafter(hybrid, tmp_path):
         ({**QWEN3_NEXT_80B, "linear_num_value_heads": 24}, "must be a multiple of linear_num_key_heads, 16"),
         ({**QWEN3_NEXT_80B, "full_attention_interval": 64}, "must leave a layer with full_attention"),
         ({**QWEN3_NEXT_80B, "hidden_act": "gelu"}, "must be silu"),
+        ({**FALCON_H1, "mamba_d_ssm": 100}, "mamba_n_heads is 8: it must divide 100"),
+        ({**FALCON_H1, "mamba_rms_norm": True}, "mamba_norm_before_gate .* must be false"),
+        ({**FALCON_H1, "projectors_bias": True}, "must be the same as mamba_proj_bias"),
+        ({**FALCON_H1, "ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers"),
     ],
 )
 def test_configs_that_are_refused(config, says):
@@ -138,6 +147,11 @@ def test_what_does_not_work_with_states_is_refused(hybrid, worker_config, change
     config = msgspec.structs.replace(worker_config(hybrid("lfm2").path), **changes)
     with pytest.raises(ModelError, match=says):
         load_backend(config)
+
+
+def test_attention_beside_a_mixer_is_refused_on_gpus(hybrid, worker_config):
+    with pytest.raises(ModelError, match="attention and a recurrent mixer side by side"):
+        load_backend(worker_config(hybrid("falcon-h1").path, backend="cuda"))
 
 
 def test_a_quantised_checkpoint_is_refused(hybrid, worker_config, monkeypatch):
