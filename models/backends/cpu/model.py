@@ -116,6 +116,7 @@ def load_model(
     model.num_ropes, model.ropes = len(ropes), ctypes.addressof(rope_array)
     model.layers = ctypes.addressof(layers)
     if isinstance(spec, HeadSpec):
+        model.continues_after_norm = spec.continues_after_norm
         model.fc = packer.linear([FC], [spec.hidden_size], spec.fc_columns, False)
         hidden_norm = Norm(packer.vector(spec.hidden_norm, spec.hidden_size, spec.norm_offset))
         if isinstance(spec, MtpSpec):

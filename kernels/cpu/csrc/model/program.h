@@ -159,6 +159,7 @@ struct DecoderModel {
   // For an MTP head: the input of fc is instead the embedding after a norm and, beside it, features or hidden states
   // after another; or none.
   Norm embedding_norm, hidden_norm;
+  int32_t continues_after_norm;  // whether a step's hidden_out is x after the last norm
   // Only the first num_logits rows are multiplied, of a tied embedding that may have more. No parts: it is elsewhere.
   PackedLinear head;
   Norm norm;
@@ -223,7 +224,7 @@ struct Step {
   // have `hidden` if the layers before are computed elsewhere, and their `hidden_out` is the input of the layers after.
   const float* features_in;  // (T, num_features * hidden_size): features of the target model
   const float* hidden;       // (T, hidden_size): the output of the previous step, or of the layers before
-  float* hidden_out;         // (num_sampled, hidden_size): x after the last layer; or null
+  float* hidden_out;         // (num_sampled, hidden_size): x after the last layer, or after the last norm; or null
   const int32_t* adapters;   // (T,): the slot of each token's adapter, 0: none; or null: no token has one
   StateRows states;          // of the R rows, if the model has recurrent layers
 

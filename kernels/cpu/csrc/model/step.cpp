@@ -94,7 +94,7 @@ void StepRun::begin() {
     keep_wanted_rows(false);
   }
   if (step_.num_vectors > 0) pool();
-  if (step_.hidden_out) copy_rows(x_, step_.num_sampled, step_.hidden_out, model_.hidden_size);
+  if (step_.hidden_out) give_hidden();
   if (num_logits() == 0) return;
   lay_out_head();
   multiply_head(0);
@@ -250,6 +250,16 @@ void StepRun::record(int layer) {
       norm(model_.norm, to + row * stride, model_.hidden_size, to + row * stride);
     });
   }
+}
+
+// Copies what the next step of a draft head, or the next stage, continues from.
+void StepRun::give_hidden() {
+  copy_rows(x_, step_.num_sampled, step_.hidden_out, model_.hidden_size);
+  if (!model_.continues_after_norm) return;
+  each(step_.num_sampled, [&](int row, int) {
+    float* at = step_.hidden_out + static_cast<int64_t>(row) * model_.hidden_size;
+    norm(model_.norm, at, model_.hidden_size, at);
+  });
 }
 
 // Copies contiguous rows of x to rows that are `stride` apart.

@@ -81,6 +81,7 @@ class StepRun {
   void plan_layers(int first);
   void find_angles();
   void record(int layer);
+  void give_hidden();
   void copy_rows(const float* x, int rows, float* out, int64_t stride);
   void lay_out_head();
   void multiply_head(int begin);
