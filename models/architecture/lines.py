@@ -118,8 +118,8 @@ LINES = (
     ModelLine(
         "Minitron, Nemotron-4, Nemotron-H, Nemotron 3, Super",
         ("NemotronForCausalLM", "NemotronHForCausalLM"),
-        "Nemotron 3: experts without a gate are not supported; Super (DeciLM): layers of different shapes are not "
-        "supported",
+        "Nemotron 3 Super and Ultra: experts on a smaller input are not supported; Super (DeciLM): layers of different "
+        "shapes are not supported",
     ),
     ModelLine("EXAONE 3.5, EXAONE 4", ("ExaoneForCausalLM", "Exaone4ForCausalLM")),
     ModelLine("InternLM 2, 2.5, 3", ("InternLM2ForCausalLM", "InternLM3ForCausalLM")),

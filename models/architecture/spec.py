@@ -91,7 +91,7 @@ class ModelSpec:
     """Whether queries and keys are rotated before their norm, not after it."""
     activation: Activation
     gated_mlp: bool
-    """Whether the MLP has a gate, as experts always have."""
+    """Whether the MLP and the experts have a gate."""
     ropes: tuple[Rope, ...]
     """The rope of each layer."""
     rotary_dim: int
@@ -379,7 +379,7 @@ class ModelSpec:
         if self.experts is not None and self.has_experts(layer):
             for norm in BESIDE_NORMS if beside_mlp else ():
                 yield from self._norm(norm)
-            yield from self.experts.tensors(hidden)
+            yield from self.experts.tensors(hidden, self.gated_mlp)
 
     def _attention_tensors(self, layer: int) -> Iterator[NamedShape]:
         sizes = self.at(layer)

@@ -97,6 +97,8 @@ _NEMOTRON = Naming(
     renamed=(
         (r"mixer\.([qkvo])_proj\.", r"self_attn.\1_proj."),
         (r"mixer\.(up|down)_proj\.", r"mlp.\1_proj."),
+        (r"mixer\.(gate|experts)\.", r"mlp.\1."),
+        (r"mixer\.shared_experts\.", "mlp.shared_expert."),
         (r"mixer\.", "mamba."),
     ),
     left_out=("mtp.",),

@@ -300,12 +300,16 @@ def _add_experts(
     if kinds.selection_bias:
         layer.selection_bias = packer.vector(f"{prefix}{ROUTER}.e_score_correction_bias", kinds.num_experts)
     if kinds.shared_size:
-        layer.shared = _mlp(packer, f"{prefix}mlp.shared_expert.", hidden, kinds.shared_size, kinds.biased)
+        layer.shared = _mlp(
+            packer, f"{prefix}mlp.shared_expert.", hidden, kinds.shared_size, kinds.biased, spec.gated_mlp
+        )
     if kinds.shared_gated:
         layer.shared_gate = packer.linear([prefix + SHARED_GATE], [1], hidden, False, format=StorageFormat.F32)
     array = (PackedMlp * kinds.num_experts)(
         *(
-            _mlp(packer, f"{prefix}mlp.experts.{expert}.", hidden, kinds.intermediate_size, kinds.biased)
+            _mlp(
+                packer, f"{prefix}mlp.experts.{expert}.", hidden, kinds.intermediate_size, kinds.biased, spec.gated_mlp
+            )
             for expert in range(kinds.num_experts)
         )
     )
