@@ -170,14 +170,16 @@ class ReferenceBackend(PagedBackend):
                 features.append(x)
             before = layer.before_attention(x)
             sizes = self._specs[index]
-            if not spec.has_mixer(index):
-                mixed = torch.zeros_like(x)
-            elif layer.recurrent is not None and self.states is not None:
+            mixed = None
+            if layer.recurrent is not None and self.states is not None:
                 assert isinstance(batch, Batch), "a model with recurrent layers is not divided into stages"
                 mixed = self.states.mix(index, layer.recurrent, before, batch)
-            else:
+            if spec.attends(index):
                 turned, seen = turns[self._rotations[index]], groups[spec.windows[index]]
-                mixed = attend(sizes, self._pages, index, layer, before, turned, slots, seen, query_scale)
+                attended = attend(sizes, self._pages, index, layer, before, turned, slots, seen, query_scale)
+                mixed = attended if mixed is None else mixed + attended
+            if mixed is None:
+                mixed = torch.zeros_like(x)
             if spec.is_parallel:
                 both = mixed + layer.mlp(before if layer.before_mlp is unchanged else layer.before_mlp(x))
                 self._parallel.all_reduce(both)
