@@ -93,7 +93,8 @@ class Recurrent(Structure):
     """A recurrent mixer."""
 
     _fields_ = (
-        ("kind", c_int32), ("channels", c_int32), ("taps", c_int32), ("key_heads", c_int32), ("heads", c_int32),
+        ("input", PackedLinear), ("output", PackedLinear), ("kind", c_int32), ("channels", c_int32),
+        ("taps", c_int32), ("key_heads", c_int32), ("heads", c_int32),
         ("key_size", c_int32), ("value_size", c_int32), ("inputs", c_int32), ("z", c_int32), ("beta", c_int32),
         ("decay", c_int32), ("queries", c_int32), ("keys", c_int32), ("values", c_int32), ("norm_eps", c_float),
         ("least_step", c_float), ("most_step", c_float), ("weights", c_void_p), ("bias", c_void_p),
@@ -141,7 +142,8 @@ class DecoderModel(Structure):
         ("position_table", c_void_p), ("position_offset", c_int32), ("input_size", c_int32),
         ("input_vocab_size", c_int32), ("input_embedding_scale", c_float), ("input_embedding", c_void_p),
         ("input_linear", PackedLinear), ("input_linear_norm", Norm),
-        ("fc", PackedLinear), ("embedding_norm", Norm), ("hidden_norm", Norm), ("head", PackedLinear), ("norm", Norm),
+        ("fc", PackedLinear), ("embedding_norm", Norm), ("hidden_norm", Norm), ("continues_after_norm", c_int32),
+        ("head", PackedLinear), ("norm", Norm),
         ("layers", c_void_p), ("ropes", c_void_p), ("pages", c_void_p), ("page_bytes", c_int64),
         ("adapters", c_void_p), ("adapter_format", c_int32), ("adapter_rank", c_int32),
         ("states", c_void_p), ("state_floats", c_int64),

@@ -13,13 +13,13 @@ from penstock.kernels.cuda.recurrent.shapes import RecurrentShape
 
 
 def _convolution(columns: int, channels: int, taps: int, first: int, stride: int, **more: Any) -> ConvolutionShape:
-    """Returns a convolution; ``more`` has the fields that are not the usual ones."""
+    """A convolution whose result is its silu, without ``more`` fields."""
     fields: dict[str, Any] = {"factor": None, "after": None, "is_biased": False, **more}
     return ConvolutionShape(torch.bfloat16, columns, channels, taps, first, stride=stride, **fields)
 
 
 def _lfm2() -> RecurrentShape:
-    """Returns the recurrent layer that LFM2-1.2B has 10 of."""
+    """The layer of LFM2-1.2B, which has 10."""
     return RecurrentShape(
         convolution=_convolution(6144, 2048, 3, 4096, 10 * 2 * 2048, factor=0, after=2048),
         products=((6144, 2048, False), (2048, 2048, False)),
@@ -27,7 +27,7 @@ def _lfm2() -> RecurrentShape:
 
 
 def _delta_net() -> RecurrentShape:
-    """Returns the recurrent layer that Qwen3-Next-80B-A3B has 36 of."""
+    """The layer of Qwen3-Next-80B-A3B, which has 36."""
     columns, channels, stride = 12352, 8192, 36 * (3 * 8192 + 32 * 128 * 128)
     return RecurrentShape(
         convolution=_convolution(columns, channels, 4, 0, stride),
@@ -45,7 +45,7 @@ def _delta_net() -> RecurrentShape:
 
 
 def _mamba2() -> RecurrentShape:
-    """Returns the recurrent layer that Granite-4.0-H-Tiny has 36 of."""
+    """The layer of Granite-4.0-H-Tiny, which has 36."""
     columns, channels, stride = 6448, 3328, 36 * (3 * 3328 + 48 * 128 * 64)
     return RecurrentShape(
         convolution=_convolution(columns, channels, 4, 3072, stride, is_biased=True),

@@ -37,6 +37,8 @@ _OLD_FULL = "attention"
 
 _RARE: dict[str, Any] = {
     "latent": None,
+    "attends_beside_recurrent": False,
+    "factors": (),
     "intermediate_sizes": None,
     "unwindowed": None,
     "value_norm": False,
@@ -44,7 +46,8 @@ _RARE: dict[str, Any] = {
     "layer_inputs": None,
     "layer_scalars": False,
 }
-"""The fields that only Gemma uses, or models with latent attention, with their values in other families."""
+"""The fields that only Gemma or Falcon-H1 uses, or models with latent attention, with their values in other
+families."""
 
 Windows = tuple[int | None, ...]
 

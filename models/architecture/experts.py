@@ -363,7 +363,8 @@ def granite_hybrid(fields: HfConfigReader, architecture: str) -> ModelSpec:
     if FULL not in kinds:
         raise fields.wrong("layer_types", f"must leave a layer with {FULL}")
     spec = read_decoder(fields, architecture, (None,) * len(kinds), Defaults(max_positions=2048))
-    mamba = read_mamba2(fields, spec.hidden_size, spec.norm_eps)
+    inner = fields.integer("mamba_expand", 1, 64, 2) * spec.hidden_size
+    mamba = read_mamba2(fields, inner, spec.norm_eps)
     shared = fields.integer("shared_intermediate_size", 1, MAX_SIZE, 1024)
     if fields.integer("num_local_experts", 0, MAX_EXPERTS, 8):
         experts = read_experts(fields, "num_local_experts", 8, 2, spec.intermediate_size)

@@ -16,11 +16,12 @@ from penstock.models.architecture.decoder import (
     with_biases,
     with_layer_norms,
 )
+from penstock.models.architecture.experts import read_grouped_experts
 from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.recurrent import read_nemotrons_mamba2
 from penstock.models.architecture.rope_config import read_rope
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.architecture.spec_parts import NormPlacement, NoRope, PositionTable, QkNorm
+from penstock.models.architecture.spec_parts import Experts, NormPlacement, NoRope, PositionTable, QkNorm
 
 LAYER_NORM = Defaults(max_positions=2048, norm_eps=1e-5, norm_eps_field="layer_norm_eps")
 PLAIN = replace(LAYER_NORM, gated_mlp=False)
@@ -204,7 +205,8 @@ def nemotron(fields: HfConfigReader, architecture: str) -> ModelSpec:
 
 
 def nemotron_h(fields: HfConfigReader, architecture: str) -> ModelSpec:
-    """Nemotron-H: RMS norms, and layers that are Mamba-2, attention that rotates nothing, or a squared ReLU MLP."""
+    """Nemotron-H and Nemotron 3: RMS norms, and layers that are Mamba-2, attention that rotates nothing, a squared ReLU
+    MLP, or experts of this kind."""
     kinds = _blocks(fields)
     defaults = Defaults(
         max_positions=4096,
@@ -223,22 +225,31 @@ def nemotron_h(fields: HfConfigReader, architecture: str) -> ModelSpec:
         mlp_bias=fields.flag("mlp_bias", False),
         ropes=(NoRope(),) * len(kinds),
         recurrent=tuple(mamba if kind == "mamba" else None for kind in kinds),
-        mlp_only=tuple(kind == "mlp" for kind in kinds),
+        mlp_only=tuple(kind in ("mlp", _EXPERTS) for kind in kinds),
+        experts=_nemotrons_experts(fields, kinds) if _EXPERTS in kinds else None,
     )
 
 
+def _nemotrons_experts(fields: HfConfigReader, kinds: list[str]) -> Experts:
+    if "moe_latent_size" in fields and not fields.is_null("moe_latent_size"):
+        raise fields.wrong("moe_latent_size", "must be null: experts on a smaller input are not supported")
+    if fields.flag("mlp_bias", False):
+        raise fields.wrong("mlp_bias", "must be false in a model with experts")
+    counts = fields.with_values(num_hidden_layers=len(kinds), n_shared_experts=1)
+    experts = read_grouped_experts(counts, num_experts=8, per_token=2, first=0, shared=1, normalise=True, inner=7688)
+    shared = fields.integer("moe_shared_expert_intermediate_size", 1, MAX_SIZE, 7688)
+    return replace(experts, layers=tuple(kind == _EXPERTS for kind in kinds), shared_size=shared)
+
+
 def _blocks(fields: HfConfigReader) -> list[str]:
-    """Returns what each layer is: mamba, attention or mlp."""
+    """Returns what each layer is: mamba, attention, mlp or moe."""
     name = next((name for name in ("layers_block_type", "layer_types") if name in fields), "hybrid_override_pattern")
     if name == "hybrid_override_pattern":
         kinds = [_NEMOTRONS_BLOCKS.get(letter, letter) for letter in fields.text(name)]
     else:
         kinds = [_NEMOTRONS_BLOCKS.get(kind, kind) for kind in fields.texts(name)]
-    if not 1 <= len(kinds) <= MAX_LAYERS or not {"attention"} <= set(kinds) <= {"mamba", "attention", "mlp"}:
-        raise fields.wrong(
-            name,
-            "must have only Mamba-2, attention and MLPs, and some attention: experts without a gate are not supported",
-        )
+    if not 1 <= len(kinds) <= MAX_LAYERS or not {"attention"} <= set(kinds) <= {*_NEMOTRONS_BLOCKS.values()}:
+        raise fields.wrong(name, "must have only Mamba-2, attention, MLPs and experts, and some attention")
     return kinds
 
 
@@ -248,10 +259,12 @@ def _with_norms_and_biases(spec: ModelSpec, biased: bool) -> ModelSpec:
     return replace(spec, qkv_bias=biased, output_bias=biased, mlp_bias=biased)
 
 
+_EXPERTS = "moe"
 _NEMOTRONS_BLOCKS = {
     "M": "mamba",
     "*": "attention",
     "-": "mlp",
+    "E": _EXPERTS,
     "linear_attention": "mamba",
     "full_attention": "attention",
 }

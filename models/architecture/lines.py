@@ -111,14 +111,15 @@ LINES = (
     ModelLine("OLMo 2", ("Olmo2ForCausalLM",)),
     ModelLine("OLMo 1, OLMo 3, OLMoE", ("OlmoForCausalLM", "Olmo3ForCausalLM", "OlmoeForCausalLM")),
     ModelLine("Falcon3", ("LlamaForCausalLM",)),
-    ModelLine("Falcon 7B and 40B, Falcon-H1", ("FalconForCausalLM",), f"Falcon-H1: {_STATE}", has_template=False),
+    ModelLine("Falcon 7B and 40B", ("FalconForCausalLM",), has_template=False),
+    ModelLine("Falcon-H1", ("FalconH1ForCausalLM",)),
     ModelLine("LFM2, LFM2.5", ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM")),
     ModelLine("Llama-3.1-Nemotron-70B, Nano-8B", ("LlamaForCausalLM",)),
     ModelLine(
         "Minitron, Nemotron-4, Nemotron-H, Nemotron 3, Super",
         ("NemotronForCausalLM", "NemotronHForCausalLM"),
-        "Nemotron 3: experts without a gate are not supported; Super (DeciLM): layers of different shapes are not "
-        "supported",
+        "Nemotron 3 Super and Ultra: experts on a smaller input are not supported; Super (DeciLM): layers of different "
+        "shapes are not supported",
     ),
     ModelLine("EXAONE 3.5, EXAONE 4", ("ExaoneForCausalLM", "Exaone4ForCausalLM")),
     ModelLine("InternLM 2, 2.5, 3", ("InternLM2ForCausalLM", "InternLM3ForCausalLM")),
@@ -252,6 +253,7 @@ LATENT = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLi
 """The architectures with latent attention."""
 RECURRENT = frozenset(
     {
+        "FalconH1ForCausalLM",
         "GraniteMoeHybridForCausalLM",
         "Lfm2ForCausalLM",
         "Lfm2MoeForCausalLM",
@@ -264,7 +266,7 @@ RECURRENT = frozenset(
     }
 )
 """The architectures with recurrent layers."""
-NOT_ON_CUDA = LATENT
+NOT_ON_CUDA = LATENT | {"FalconH1ForCausalLM"}
 """The architectures that the CUDA backend does not have: on a GPU, plain torch computes them."""
 
 COLUMNS = ("line", "architectures", "GGUF", "on cuda", "tools, reasoning", "not served")

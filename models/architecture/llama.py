@@ -19,7 +19,7 @@ from penstock.models.architecture.decoder import (
     with_biases,
 )
 from penstock.models.architecture.hf_config import HfConfigReader
-from penstock.models.architecture.recurrent import ShortConvolution
+from penstock.models.architecture.recurrent import ShortConvolution, falcons_factors, read_falcons_mamba2
 from penstock.models.architecture.rope_config import (
     FULL,
     MAX_POSITIONS,
@@ -336,6 +336,23 @@ def lfm2_decoder(fields: HfConfigReader, architecture: str, default_inner: int) 
     )
 
 
+def falcon_h1(fields: HfConfigReader, architecture: str) -> ModelSpec:
+    """Falcon-H1: Llama with Mamba-2 beside attention in every layer, and with factors of what linears compute."""
+    count = num_layers(fields)
+    spec = read_decoder(fields, architecture, (None,) * count, Defaults(max_positions=8192, kv_heads=8, norm_eps=1e-5))
+    mamba = read_falcons_mamba2(fields, spec.hidden_size, spec.norm_eps)
+    return replace(
+        with_biases(spec, fields),
+        mlp_bias=fields.flag("mlp_bias", False),
+        recurrent=(mamba,) * count,
+        attends_beside_recurrent=True,
+        attention_scale=spec.attention_scale * fields.number("key_multiplier", 1e-6, 1e6, 1.0),
+        embedding_scale=fields.number("embedding_multiplier", 1e-6, 1e6, 1.0),
+        logit_scale=fields.number("lm_head_multiplier", 1e-6, 1e6, 1.0),
+        factors=tuple(falcons_factors(fields, mamba)),
+    )
+
+
 def _qwen_windows(fields: HfConfigReader) -> Windows:
     """Without ``layer_types``, the layers from ``max_window_layers`` on have the window."""
     window = read_window(fields, 4096) if fields.flag("use_sliding_window", False) else None
@@ -350,6 +367,7 @@ FAMILIES: dict[str, Family] = {
     "Exaone4ForCausalLM": exaone4,
     "ExaoneForCausalLM": exaone,
     "Glm4ForCausalLM": glm4,
+    "FalconH1ForCausalLM": falcon_h1,
     "GlmForCausalLM": glm,
     "GraniteForCausalLM": granite,
     "HunYuanDenseV1ForCausalLM": hunyuan,

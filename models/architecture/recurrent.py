@@ -3,12 +3,14 @@ fields of a config. Does not depend on tensors or files."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.models.architecture.hf_config import HfConfigReader
-from penstock.models.architecture.spec_parts import NamedShape
+from penstock.models.architecture.spec_parts import NamedShape, RowFactor
 
 MAX_HEADS, MAX_SIZE, MAX_TAPS = 4096, 1 << 20, 64
+_FACTORS = 1e-6, 1e6
+"""The least and the largest factor of a config."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ class Mamba2:
     step_limits: tuple[float, float]
     eps: float
     """The norm's epsilon."""
+    normed: bool = True
+    """Whether there is a norm before the output linear."""
     convolution = "mamba.conv1d"
     output = "mamba.out_proj"
 
@@ -166,7 +170,8 @@ class Mamba2:
     def vectors(self) -> dict[str, tuple[int, ...]]:
         """The tensors besides those of the linears and of the convolution."""
         names = ("mamba.dt_bias", "mamba.A_log", "mamba.D")
-        return {**dict.fromkeys(names, (self.num_heads,)), "mamba.norm.weight": (self.values,)}
+        norm = {"mamba.norm.weight": (self.values,)} if self.normed else {}
+        return {**dict.fromkeys(names, (self.num_heads,)), **norm}
 
 
 RecurrentMixer = ShortConvolution | GatedDeltaNet | Mamba2
@@ -208,9 +213,8 @@ def read_delta_net(fields: HfConfigReader, eps: float) -> GatedDeltaNet:
     return net
 
 
-def read_mamba2(fields: HfConfigReader, hidden_size: int, eps: float) -> Mamba2:
-    """Reads Granite's fields. Raises ModelError."""
-    inner = fields.integer("mamba_expand", 1, 64, 2) * hidden_size
+def read_mamba2(fields: HfConfigReader, inner: int, eps: float) -> Mamba2:
+    """Reads Granite's and Falcon-H1's fields. ``inner`` is the number of all heads' columns. Raises ModelError."""
     heads = fields.integer("mamba_n_heads", 1, MAX_HEADS, 128)
     groups = fields.integer("mamba_n_groups", 1, heads, 1)
     if inner % heads or heads % groups:
@@ -254,6 +258,46 @@ def read_nemotrons_mamba2(fields: HfConfigReader, eps: float) -> Mamba2:
         step_limits=(fields.number("time_step_min", 0.0, 1e6, 0.001), math.inf),
         eps=eps,
     )
+
+
+def read_falcons_mamba2(fields: HfConfigReader, hidden_size: int, eps: float) -> Mamba2:
+    """Reads Falcon-H1's fields. Raises ModelError."""
+    inner = fields.integer("mamba_expand", 1, 64, 2) * hidden_size
+    if not fields.is_null("mamba_d_ssm"):
+        inner = fields.integer("mamba_d_ssm", 1, MAX_SIZE, 1024)
+    mamba = replace(read_mamba2(fields, inner, eps), normed=fields.flag("mamba_rms_norm", False))
+    if mamba.normed and fields.flag("mamba_norm_before_gate", True):
+        raise fields.wrong("mamba_norm_before_gate", "must be false in a model with mamba_rms_norm")
+    if fields.flag("projectors_bias", False) != mamba.biased:
+        raise fields.wrong("projectors_bias", "must be the same as mamba_proj_bias")
+    return mamba
+
+
+def falcons_factors(fields: HfConfigReader, mamba: Mamba2) -> list[RowFactor]:
+    """Reads Falcon-H1's factors of what linears read and write. Raises ModelError."""
+
+    def factor(name: str) -> float:
+        return fields.number(name, *_FACTORS, 1.0)
+
+    def several(name: str, count: int) -> tuple[float, ...]:
+        given = name in fields and not fields.is_null(name)
+        return fields.numbers(name, count, *_FACTORS) if given else (1.0,) * count
+
+    read, attended, state_read = (factor(f"{name}_multiplier") for name in ("attention_in", "attention_out", "ssm_in"))
+    gate, down = several("mlp_multipliers", 2)
+    outputs = {
+        "self_attn.o_proj": attended, "mamba.out_proj": factor("ssm_out_multiplier"), "mlp.gate_proj": gate,
+        "mlp.down_proj": down,
+    }  # fmt: skip
+    found = [RowFactor(f"{name}.{part}", by) for name, by in outputs.items() for part in ("weight", "bias")]
+    found += [RowFactor(f"self_attn.{name}_proj.weight", read) for name in "qkv"]
+    found.append(RowFactor("mamba.in_proj.weight", state_read))
+    begin = 0
+    sizes = mamba.values, mamba.values, mamba.keys, mamba.keys, mamba.num_heads  # z, x, B, C, dt
+    for size, by in zip(sizes, several("ssm_multipliers", 5), strict=True):
+        found += [RowFactor(f"mamba.in_proj.{part}", by, begin, begin + size) for part in ("weight", "bias")]
+        begin += size
+    return [each for each in found if each.factor != 1.0]
 
 
 def _check_silu(fields: HfConfigReader, name: str = "hidden_act") -> None:

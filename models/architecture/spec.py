@@ -22,6 +22,7 @@ from penstock.models.architecture.spec_parts import (
     QkNorm,
     QueryScaling,
     Rope,
+    RowFactor,
     linear_tensors,
     mlp_tensors,
 )
@@ -65,7 +66,9 @@ class ModelSpec:
     unwindowed: AttentionSizes | None
     """The sizes in layers without a window, if they differ from those in the others."""
     recurrent: tuple[RecurrentMixer | None, ...]
-    """The recurrent mixer of each layer, in place of attention; None: it has attention."""
+    """The recurrent mixer of each layer, in place of attention or beside it; None: it has only attention."""
+    attends_beside_recurrent: bool
+    """Whether layers with a recurrent mixer have attention too. Both read the same, and the layer adds their sum."""
     mlp_only: tuple[bool, ...] | None
     """If layers have one norm, and either a mixer or the MLP: whether each has the MLP. None: layers have both."""
     kv_sources: tuple[int, ...]
@@ -88,7 +91,7 @@ class ModelSpec:
     """Whether queries and keys are rotated before their norm, not after it."""
     activation: Activation
     gated_mlp: bool
-    """Whether the MLP has a gate, as experts always have."""
+    """Whether the MLP and the experts have a gate."""
     ropes: tuple[Rope, ...]
     """The rope of each layer."""
     rotary_dim: int
@@ -129,6 +132,7 @@ class ModelSpec:
     """None: every layer has the MLP."""
     tied_embeddings: bool
     """Whether the head is the embedding matrix."""
+    factors: tuple[RowFactor, ...]
 
     @property
     def query_size(self) -> int:
@@ -202,7 +206,11 @@ class ModelSpec:
 
     def has_kv(self, layer: int) -> bool:
         """Whether the layer has keys and values of its own."""
-        return self.kv_sources[layer] == layer and self.recurrent[layer] is None and self.has_mixer(layer)
+        return self.kv_sources[layer] == layer and self.attends(layer)
+
+    def attends(self, layer: int) -> bool:
+        """Whether the layer has attention."""
+        return self.has_mixer(layer) and (self.recurrent[layer] is None or self.attends_beside_recurrent)
 
     def has_mixer(self, layer: int) -> bool:
         """Whether the layer has attention or a recurrent mixer."""
@@ -221,6 +229,11 @@ class ModelSpec:
     def state_floats(self) -> int:
         """The numbers that the state of all recurrent layers has."""
         return sum(state_floats(mixer) for mixer in self.recurrent if mixer is not None)
+
+    def factors_of(self, name: str) -> list[RowFactor]:
+        """Returns the factors of a tensor of ``tensors``."""
+        local = name.removeprefix("model.layers.").partition(".")[2]
+        return [factor for factor in self.factors if factor.tensor == local]
 
     def values_are_keys(self, layer: int) -> bool:
         """Whether the layer has no linear for values."""
@@ -350,8 +363,10 @@ class ModelSpec:
             if norm is not None:
                 yield from self._norm(norm)
         mixer = self.recurrent[layer]
-        if self.has_mixer(layer):
-            yield from self._attention_tensors(layer) if mixer is None else mixer_tensors(mixer, hidden)
+        if mixer is not None:
+            yield from mixer_tensors(mixer, hidden)
+        if self.attends(layer):
+            yield from self._attention_tensors(layer)
         if self.layer_inputs is not None:
             yield "per_layer_input_gate.weight", (self.layer_inputs.size, hidden)
             yield "per_layer_projection.weight", (hidden, self.layer_inputs.size)
@@ -361,8 +376,10 @@ class ModelSpec:
         beside_mlp = self.experts is not None and self.experts.beside_mlp
         if self.has_mlp(layer) and (beside_mlp or not self.has_experts(layer)):
             yield from mlp_tensors("mlp", hidden, sizes.intermediate_size, self.mlp_bias, self.gated_mlp)
-        if self.has_experts(layer):
-            yield from self._expert_tensors()
+        if self.experts is not None and self.has_experts(layer):
+            for norm in BESIDE_NORMS if beside_mlp else ():
+                yield from self._norm(norm)
+            yield from self.experts.tensors(hidden, self.gated_mlp)
 
     def _attention_tensors(self, layer: int) -> Iterator[NamedShape]:
         sizes = self.at(layer)
@@ -378,23 +395,6 @@ class ModelSpec:
         if self.sinks:
             yield "self_attn.sinks", (self.num_heads,)
         yield from linear_tensors("self_attn.o_proj", self.hidden_size, sizes.output_columns, self.output_bias)
-
-    def _expert_tensors(self) -> Iterator[NamedShape]:
-        hidden = self.hidden_size
-        assert self.experts is not None
-        if self.experts.beside_mlp:
-            for norm in BESIDE_NORMS:
-                yield from self._norm(norm)
-            yield "mlp.gate.per_expert_scale", (self.experts.num_experts,)
-        yield from linear_tensors("mlp.gate", self.experts.num_experts, hidden, self.experts.biased)
-        if self.experts.selection_bias:
-            yield "mlp.gate.e_score_correction_bias", (self.experts.num_experts,)
-        if self.experts.shared_size:
-            yield from mlp_tensors("mlp.shared_expert", hidden, self.experts.shared_size, self.experts.biased)
-        if self.experts.shared_gated:
-            yield "mlp.shared_expert_gate.weight", (1, hidden)
-        for expert in range(self.experts.num_experts):
-            yield from mlp_tensors(f"mlp.experts.{expert}", hidden, self.experts.intermediate_size, self.experts.biased)
 
     def _norm(self, name: str) -> Iterator[NamedShape]:
         return ((f"{name}.{part}", (self.hidden_size,)) for part in self.norm_parts)

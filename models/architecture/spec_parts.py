@@ -272,7 +272,7 @@ class Experts:
     biased: bool
     """Whether the router and the experts' linears have biases."""
     gate: ClampedGate | None
-    """The activation of the experts, if it is not ``act(gate) * up``."""
+    """The activation of the experts, if it is not that of the MLP."""
     layers: tuple[bool, ...]
     """Whether each layer has experts; the others have the MLP."""
     scoring: Scoring = Scoring.SOFTMAX
@@ -293,6 +293,36 @@ class Experts:
     beside_mlp: bool = False
     """Whether layers with experts have the MLP too: the sum is ``norm(mlp(norm(x))) + norm(experts(norm(x)))``, the
     router reads a third norm of x, and each expert's output has a factor of its own."""
+
+    def tensors(self, hidden: int, gated: bool) -> Iterator[NamedShape]:
+        """Yields the tensors of a layer with experts, except for norms."""
+        if self.beside_mlp:
+            yield "mlp.gate.per_expert_scale", (self.num_experts,)
+        yield from linear_tensors("mlp.gate", self.num_experts, hidden, self.biased)
+        if self.selection_bias:
+            yield "mlp.gate.e_score_correction_bias", (self.num_experts,)
+        if self.shared_size:
+            yield from mlp_tensors("mlp.shared_expert", hidden, self.shared_size, self.biased, gated)
+        if self.shared_gated:
+            yield "mlp.shared_expert_gate.weight", (1, hidden)
+        for expert in range(self.num_experts):
+            yield from mlp_tensors(f"mlp.experts.{expert}", hidden, self.intermediate_size, self.biased, gated)
+
+
+@dataclass(frozen=True)
+class RowFactor:
+    """A constant by which backends multiply a tensor, or some successive rows of it, when they load it."""
+
+    tensor: str
+    """Its name within its layer. All layers have the same factors."""
+    factor: float
+    begin: int = 0
+    end: int | None = None
+
+    @property
+    def rows(self) -> slice:
+        """The rows that are multiplied."""
+        return slice(self.begin, self.end)
 
 
 def linear_tensors(name: str, rows: int, columns: int, biased: bool) -> Iterator[NamedShape]:

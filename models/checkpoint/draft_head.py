@@ -20,6 +20,8 @@ class HeadSpec(ModelSpec):
 
     has_embedding: bool
     """False: the head uses the model's embedding."""
+    continues_after_norm: bool
+    """Whether the next draft continues from the hidden states after the head's last norm, not from those before it."""
 
     @property
     def has_table(self) -> bool:

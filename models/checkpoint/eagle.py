@@ -118,7 +118,7 @@ def _spec(config: Mapping[str, Any], target: ModelSpec, has_embedding: bool) -> 
         if getattr(spec, name) != getattr(target, name):
             raise described.wrong(name, f"must be the model's, {getattr(target, name)}: give the head of this model")
     size = described.integer("draft_vocab_size", 1, spec.vocab_size, spec.vocab_size)
-    return EagleSpec(**vars(spec), draft_vocab_size=size, has_embedding=has_embedding)
+    return EagleSpec(**vars(spec), draft_vocab_size=size, has_embedding=has_embedding, continues_after_norm=False)
 
 
 def _feature_layers(config: Mapping[str, Any], target: ModelSpec) -> tuple[int, ...]:

@@ -97,11 +97,18 @@ _NEMOTRON = Naming(
     renamed=(
         (r"mixer\.([qkvo])_proj\.", r"self_attn.\1_proj."),
         (r"mixer\.(up|down)_proj\.", r"mlp.\1_proj."),
+        (r"mixer\.(gate|experts)\.", r"mlp.\1."),
+        (r"mixer\.shared_experts\.", "mlp.shared_expert."),
         (r"mixer\.", "mamba."),
     ),
     left_out=("mtp.",),
 )
+_FALCON = Naming(
+    prefixes=(("model.final_layernorm.", "model.norm."),),
+    renamed=((r"pre_ff_layernorm\.", "post_attention_layernorm."), (r"feed_forward\.", "mlp.")),
+)
 HYBRIDS = {
+    "FalconH1ForCausalLM": _FALCON,
     "GraniteMoeHybridForCausalLM": Naming(
         renamed=((r"block_sparse_moe\.router\.(layer\.)?", "mlp.gate."),), wholes=_granite_hybrid
     ),

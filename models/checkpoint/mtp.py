@@ -14,9 +14,9 @@ from penstock.models.architecture.spec_parts import NamedShape
 from penstock.models.checkpoint.checkpoint import find_quantization, match_tensors, read_entries
 from penstock.models.checkpoint.draft_head import EMBEDDING, FC, HEAD, HeadCheckpoint, HeadSpec
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
-from penstock.models.checkpoint.info import CONFIG, CheckpointInfo
+from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.checkpoint.quantization.layout import find_quantized
-from penstock.models.checkpoint.tensor_names import find_views, rename_prefixes
+from penstock.models.checkpoint.tensor_names import find_views
 from penstock.models.errors import ModelError
 
 EMBEDDING_NORM, HIDDEN_NORM = "model.embedding_norm.weight", "model.hidden_norm.weight"
@@ -28,6 +28,8 @@ class _MtpNaming(NamedTuple):
 
     count_field: str
     """The config field with the number of heads."""
+    default_count: int
+    """The number of heads of a config without that field."""
     prefix: str
     """The beginning of all names. ``{}`` stands for the model's number of layers."""
     fc: str
@@ -38,15 +40,27 @@ class _MtpNaming(NamedTuple):
     """The beginning of the layer's names; if empty, all other names are the layer's."""
     copies: tuple[str, ...] = ()
     """Copies of the model's embedding and output head, which are not loaded."""
+    continues_after_norm: bool = False
+    """See ``HeadSpec``."""
 
 
 _AS_LAYER = _MtpNaming(
-    "num_nextn_predict_layers", "model.layers.{}.", "eh_proj.", "enorm.", "hnorm.", "shared_head.norm.", "",
+    "num_nextn_predict_layers", 0, "model.layers.{}.", "eh_proj.", "enorm.", "hnorm.", "shared_head.norm.", "",
     ("embed_tokens.", "shared_head.head."),
 )  # fmt: skip
-NAMINGS: Mapping[str, _MtpNaming] = dict.fromkeys(
-    ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM"), _AS_LAYER
-)
+_QWEN3_NEXT = _MtpNaming(
+    "num_nextn_predict_layers", 1, "mtp.", "fc.", "pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "norm.",
+    "layers.0.", continues_after_norm=True,
+)  # fmt: skip
+_QWEN3_5 = _QWEN3_NEXT._replace(count_field="mtp_num_hidden_layers")
+NAMINGS: Mapping[str, _MtpNaming] = {
+    "DeepseekV3ForCausalLM": _AS_LAYER,
+    "Glm4MoeForCausalLM": _AS_LAYER,
+    "Glm4MoeLiteForCausalLM": _AS_LAYER,
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5MoeForCausalLM": _QWEN3_5,
+}
 """The architectures whose heads can be loaded."""
 
 
@@ -93,19 +107,24 @@ def check_mtp_head(info: CheckpointInfo) -> HeadCheckpoint:
         )
     if path.is_file():
         raise ModelError("--speculative-config: mtp: heads are not read from GGUF files: choose another method")
-    if described.integer(naming.count_field, 0, 1024, 0) == 0:
+    if described.integer(naming.count_field, 0, 1024, naming.default_count) == 0:
         raise described.wrong(
             naming.count_field,
             "must be at least 1 for --speculative-config mtp: the model has no head; choose another method",
         )
-    spec = _spec(target)
+    if described.flag("mtp_use_dedicated_embeddings", False):
+        raise described.wrong(
+            "mtp_use_dedicated_embeddings",
+            "must be false for --speculative-config mtp: a head with an embedding of its own is not supported; choose "
+            "another method",
+        )
+    spec = _spec(target, naming)
     prefix = naming.prefix.format(target.num_layers + len(target.left_out_layers))
-    entries = rename_prefixes(target.architecture, read_entries(path))
-    entries = find_views(spec, _renamed(entries, naming, prefix))
+    entries = find_views(spec, _renamed(read_entries(path), naming, prefix))
     if not entries:
         raise ModelError(
-            f"{path}: there is no tensor {prefix}*, and {CONFIG} calls for it: this copy of the model came without its "
-            "head; download the original, or choose another --speculative-config"
+            f"{path}: there is no tensor {prefix}*: this copy of the model came without its head; download the "
+            "original, or choose another --speculative-config"
         )
     quantization = find_quantization(path, info.config)
     quantized = find_quantized(quantization, spec, entries, path, partial(_stored_name, naming, prefix))
@@ -114,20 +133,21 @@ def check_mtp_head(info: CheckpointInfo) -> HeadCheckpoint:
     return HeadCheckpoint(head, spec, (target.num_layers,), np.arange(target.vocab_size))
 
 
-def _spec(target: ModelSpec) -> MtpSpec:
-    """Returns the shape of a head whose layer is like the model's last one."""
-    last, experts = target.num_layers - 1, target.experts
+def _spec(target: ModelSpec, naming: _MtpNaming) -> MtpSpec:
+    """Returns the shape of a head whose layer is like the model's last one with attention."""
+    last, experts = max(filter(target.attends, range(target.num_layers))), target.experts
     one = replace(
         target.at(last),
         num_layers=1,
         left_out_layers=(),
         intermediate_sizes=None,
         kv_sources=(0,),
-        ropes=target.ropes[last:],
-        windows=target.windows[last:],
-        experts=experts and replace(experts, layers=experts.layers[last:]),
+        recurrent=(None,),
+        ropes=target.ropes[last : last + 1],
+        windows=target.windows[last : last + 1],
+        experts=experts and replace(experts, layers=experts.layers[last : last + 1]),
     )
-    return MtpSpec(**vars(one), has_embedding=False)
+    return MtpSpec(**vars(one), has_embedding=False, continues_after_norm=naming.continues_after_norm)
 
 
 def _renamed(entries: Mapping[str, TensorEntry], naming: _MtpNaming, prefix: str) -> dict[str, TensorEntry]:

@@ -24,15 +24,24 @@ class StepCosts(NamedTuple):
     chunks: float = 0.0
     chunk_kv: float = 0.0
     drafts: float = 0.0
+    bent_decodes: float = 0.0
+    """What each decoding row beyond ``bend`` costs more, because the step then computes for longer than it reads."""
+    bend: float = 0.0
+    """A number of decoding rows."""
 
     def seconds(self, work: StepWork, drafts: float = 0.0) -> float:
         """Returns the seconds of a step with this work and ``drafts``."""
-        constant, per_token, per_kv, per_row, per_position, per_chunk, per_end, per_draft = self
-        seconds = constant + per_row * work.decodes + per_position * work.decode_kv + per_draft * drafts
+        constant, per_token, per_kv, per_row, per_position, per_chunk, per_end, per_draft, per_bent, bend = self
+        seconds = per_bent * max(0.0, work.decodes - bend)
+        seconds += constant + per_row * work.decodes + per_position * work.decode_kv + per_draft * drafts
         if work.chunks:
             seconds += per_token * work.prefill_tokens + per_kv * work.prefill_kv
             seconds += per_chunk * work.chunks + per_end * work.chunk_kv
         return seconds
+
+
+UNITS = StepCosts._fields[1:-2]
+"""The names of the units of a step's work."""
 
 
 class MeasuredFactor(NamedTuple):
@@ -48,9 +57,9 @@ class StepNoise:
     """How much steps differ from their predicted time: factors that were measured, in the order of their times.
 
     They are replayed by time, again and again, and not drawn for each step: what slows a machine down lasts longer than
-    a step, and queues grow meanwhile. Only the time in which the worker computes steps of the same kind counts. Otherwise
-    the step after each pause, or after each long step with a prompt, would be replayed for as long as that took, and such
-    steps are slow.
+    a step, and queues grow meanwhile. Only the time in which the worker computes steps of the same kind counts.
+    Otherwise the step after each pause, or after each long step with a prompt, would be replayed for as long as that
+    took, and such steps are slow.
     """
 
     decoding: Sequence[MeasuredFactor] = (MeasuredFactor(0.0, 1.0),)

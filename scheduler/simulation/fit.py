@@ -2,7 +2,7 @@
 
 The features are those of ``StepTimeModel``. That model follows a machine whose speed changes, so the newest steps count
 most; this fit weighs all steps equally. It minimizes the absolute values of the relative errors, with no cost below
-zero. What steps took beyond it is kept as noise.
+zero, and with the bend that makes these errors least. What steps took beyond it is kept as noise.
 """
 
 from collections.abc import Sequence
@@ -31,6 +31,11 @@ WAY_S, MAX_WAY_S = 0.00025, 0.02
 counts."""
 MAX_FACTOR = 3.0
 """The maximum factor that is kept as noise. A step that took longer was stopped by another program."""
+_BENDS = (2, 4, 8, 16, 32, 64, 128)
+_MIN_BENT = 16
+"""The minimum number of steps with more rows than a bend."""
+_MIN_GAIN = 0.01
+"""The share by which a bend must lessen the error: it may not come from noise."""
 _ROUNDS = 16
 _EXACT = 0.01
 """Smaller relative errors than this all count the same."""
@@ -61,11 +66,10 @@ def fit_costs(log: StepLog) -> Fit:
     features, seconds = _features(steps), np.array([step.seconds for step in steps])
     copy_s = log.header.facts.copy_us_per_block * 1e-6
     seconds = np.maximum(seconds - copy_s * np.array([step.copied_blocks for step in steps]), seconds / 2)
-    coefficients = _fit_relative(features, seconds)
-    predicted = np.maximum(features @ coefficients, 1e-9)
+    costs = _fit_steps(features, seconds)
+    predicted = np.maximum([costs.seconds(step.work, step.drafts) for step in steps], 1e-9)
     factors, has_chunks = seconds / predicted, features[:, 5] > 0
     noise = StepNoise(*(_noise(seconds[kind], factors[kind]) for kind in (~has_chunks, has_chunks)))
-    costs = StepCosts(*map(float, coefficients))
     return Fit(
         SimulatedCosts(costs, noise, _service_costs(steps), _draft_rates(log), copy_s),
         len(steps),
@@ -104,6 +108,20 @@ def _features(steps: Sequence[LoggedStep]) -> Floats:
         for step in steps
     ]  # fmt: skip
     return np.array(rows, dtype=np.float64)
+
+
+def _fit_steps(features: Floats, seconds: Floats) -> StepCosts:
+    """Returns the costs with the bend that makes the errors least, or without one."""
+    rows = features[:, 3]
+    bends = [bend for bend in _BENDS if np.count_nonzero(rows > bend) >= _MIN_BENT]
+    best, least = StepCosts(), np.inf
+    for bend in (None, *bends):
+        bent = features if bend is None else np.column_stack((features, np.maximum(0, rows - bend)))
+        coefficients = _fit_relative(bent, seconds)
+        error = float(np.abs(bent @ coefficients / seconds - 1).mean())
+        if error < (1 - _MIN_GAIN) * least:
+            best, least = StepCosts(*map(float, coefficients))._replace(bend=float(bend or 0)), error
+    return best
 
 
 def _fit_relative(features: Floats, seconds: Floats) -> Floats:

@@ -12,7 +12,14 @@ from penstock.clients.bench.report import Slo
 from penstock.clients.bench.workload import Arrivals, ClosedLoop, OpenLoop
 from penstock.clients.cli.command_parser import CommandParser, number_where, positive, reporting
 from penstock.scheduler.policy import Policy
-from penstock.scheduler.simulation.costs import MESSAGE_S, REQUEST_S, ServiceCosts, SimulatedCosts, StepCosts
+from penstock.scheduler.simulation.costs import (
+    MESSAGE_S,
+    REQUEST_S,
+    UNITS,
+    ServiceCosts,
+    SimulatedCosts,
+    StepCosts,
+)
 from penstock.scheduler.simulation.simulation import Routing
 from penstock.service.simulate.settings import KV_TOKENS, RATE, REPLICAS, SETTINGS, STAGES, parse_setting
 
@@ -60,7 +67,7 @@ class CommandLineCosts:
 
 def parse_costs(text: str) -> CommandLineCosts:
     """Parses costs such as ``constant=20ms,decodes=100us``. Raises ValueError, which lists the names."""
-    names = (*StepCosts._fields, *_SERVICE_NAMES)
+    names = ("constant", *UNITS, *_SERVICE_NAMES)
     found: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
@@ -148,7 +155,7 @@ def _add_costs(flags: "argparse._ArgumentGroup") -> None:
         type=reporting(parse_costs),
         metavar="COSTS",
         help="times of a step in s, ms, us or ns: constant, and one for each unit of its work: "
-        f"{', '.join((*StepCosts._fields[1:], *_SERVICE_NAMES))}",
+        f"{', '.join((*UNITS, *_SERVICE_NAMES))}",
     )
     flags.add_argument(
         "--network",

@@ -1,9 +1,8 @@
 """What a row of a hybrid takes in memory, and how fast it decodes, with a short context and with a long one, on a CPU.
 
 Models have the shapes of published ones and made-up weights. Both contexts take turns, so that a busy machine slows
-both down. A step with the long context cannot be faster than what it reads more: the KV of the layers that have attention,
-in bf16, or in eight bits with --quantization int8 or int4. The same model with attention in all layers would have the
-KV in the last column.
+both down. A step with the long context reads more: the KV of the layers that have attention, in bf16, or in eight bits
+with --quantization int8 or int4. The same model with attention in all layers would have the KV in the last column.
 """
 
 import argparse

@@ -116,6 +116,7 @@ def load_model(
     model.num_ropes, model.ropes = len(ropes), ctypes.addressof(rope_array)
     model.layers = ctypes.addressof(layers)
     if isinstance(spec, HeadSpec):
+        model.continues_after_norm = spec.continues_after_norm
         model.fc = packer.linear([FC], [spec.hidden_size], spec.fc_columns, False)
         hidden_norm = Norm(packer.vector(spec.hidden_norm, spec.hidden_size, spec.norm_offset))
         if isinstance(spec, MtpSpec):
@@ -243,11 +244,11 @@ def _layer(packer: Packer, spec: ModelSpec, index: int, kept: list[object]) -> D
         expert_norm=norms[2],
         scalar=packer.number(f"{prefix}layer_scalar") if spec.layer_scalars else 1.0,
     )
-    if mixer is None and spec.has_mixer(index):
+    if spec.attends(index):
         _add_attention(packer, spec, index, f"{prefix}self_attn.", layer)
         if spec.latent is not None:
             add_latent(packer, spec, spec.latent, f"{prefix}self_attn.", layer, kept)
-    elif mixer is not None:
+    if mixer is not None:
         add_recurrent(packer, spec, index, mixer, layer)
     if spec.layer_inputs is not None:
         size = spec.layer_inputs.size
@@ -299,12 +300,16 @@ def _add_experts(
     if kinds.selection_bias:
         layer.selection_bias = packer.vector(f"{prefix}{ROUTER}.e_score_correction_bias", kinds.num_experts)
     if kinds.shared_size:
-        layer.shared = _mlp(packer, f"{prefix}mlp.shared_expert.", hidden, kinds.shared_size, kinds.biased)
+        layer.shared = _mlp(
+            packer, f"{prefix}mlp.shared_expert.", hidden, kinds.shared_size, kinds.biased, spec.gated_mlp
+        )
     if kinds.shared_gated:
         layer.shared_gate = packer.linear([prefix + SHARED_GATE], [1], hidden, False, format=StorageFormat.F32)
     array = (PackedMlp * kinds.num_experts)(
         *(
-            _mlp(packer, f"{prefix}mlp.experts.{expert}.", hidden, kinds.intermediate_size, kinds.biased)
+            _mlp(
+                packer, f"{prefix}mlp.experts.{expert}.", hidden, kinds.intermediate_size, kinds.biased, spec.gated_mlp
+            )
             for expert in range(kinds.num_experts)
         )
     )

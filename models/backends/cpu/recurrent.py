@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from penstock.models.batch.batch import Batch
 from penstock.models.batch.row_states import Save, StateCommit
 from penstock.models.batch.rows import Ids
 from penstock.scheduler.plan import NO_SLOT
+
+_VECTORS = {"dt_bias": "decay_biases", "D": "skips", "norm.weight": "norm"}
+"""The library's names of a mixer's vectors."""
 
 
 def state_floats(mixer: RecurrentMixer) -> int:
@@ -32,11 +36,11 @@ def add_recurrent(packer: Packer, spec: ModelSpec, index: int, mixer: RecurrentM
     """Packs a layer's recurrent mixer."""
     prefix, hidden = f"model.layers.{index}.", spec.hidden_size
     names = [prefix + name for name in mixer.inputs]
-    layer.qkv = packer.linear(names, list(mixer.inputs.values()), hidden, mixer.biased)
-    layer.output = packer.linear([prefix + mixer.output], [hidden], mixer.output_columns, mixer.biased)
     convolution = prefix + mixer.convolution
     weights = packer.floats(f"{convolution}.weight", (mixer.channels, 1, mixer.taps))
-    fields: dict[str, float | None] = {
+    fields: dict[str, Any] = {
+        "input": packer.linear(names, list(mixer.inputs.values()), hidden, mixer.biased),
+        "output": packer.linear([prefix + mixer.output], [hidden], mixer.output_columns, mixer.biased),
         "channels": mixer.channels,
         "taps": mixer.taps,
         "weights": packer.keep(weights.reshape(mixer.channels, mixer.taps).T),
@@ -77,15 +81,14 @@ def _mamba2_fields(packer: Packer, prefix: str, mamba: Mamba2) -> dict[str, floa
 
 
 def _vectors(packer: Packer, prefix: str, mixer: GatedDeltaNet | Mamba2) -> dict[str, float | None]:
-    """Returns the addresses of a mixer's vectors: biases and rates of decay, D if there are such, and the norm."""
-    biases, log_rates, *skips, norm = mixer.vectors.items()
-    name, shape = log_rates
-    return {
-        "decay_biases": packer.vector(prefix + biases[0], biases[1]),
-        "rates": packer.keep(-np.exp(packer.floats(prefix + name, shape))),
-        "skips": packer.vector(prefix + skips[0][0], skips[0][1]) if skips else None,
-        "norm": packer.vector(prefix + norm[0], norm[1]),
-    }
+    """Returns the addresses of a mixer's vectors: biases and rates of decay, D and the norm if there are such."""
+    found: dict[str, float | None] = {}
+    for name, shape in mixer.vectors.items():
+        if name.endswith(".A_log"):
+            found["rates"] = packer.keep(-np.exp(packer.floats(prefix + name, shape)))
+        else:
+            found[_VECTORS[name.partition(".")[2]]] = packer.vector(prefix + name, shape)
+    return found
 
 
 class CpuStates:

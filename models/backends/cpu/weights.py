@@ -63,7 +63,12 @@ class FileTensors:
         entry = self._info.tensors[name]
         array = self._files.array(entry)
         # Quantised tensors of GGUF files are float32 by now.
-        return Rows(array if array.ndim == 2 else array[None], SOURCES.get(entry.dtype, ElementType.F32))
+        source = SOURCES.get(entry.dtype, ElementType.F32)
+        if factors := self._info.spec.factors_of(name):
+            array, source = widened(array, source), ElementType.F32
+            for each in factors:
+                array[each.rows] *= np.float32(each.factor)
+        return Rows(array if array.ndim == 2 else array[None], source)
 
     def done(self) -> None:
         """Marks all data read before this call as no longer needed."""

@@ -20,10 +20,10 @@ from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import Backend, Finish
 from penstock.models.backends.cuda.adapters import CudaAdapters
 from penstock.models.backends.cuda.attention_libraries import unsupported_attention
-from penstock.models.backends.cuda.features import DeviceFeatures
 from penstock.models.backends.cuda.loading import DTYPES, KV_DTYPES, CudaLoading, StepMemory, dtype_name_of
 from penstock.models.backends.cuda.model import CudaModel, Hidden
 from penstock.models.backends.cuda.recurrent import RecurrentStep
+from penstock.models.backends.cuda.steps.features import DeviceFeatures
 from penstock.models.backends.cuda.steps.graphs import StepGraphs, graph_sizes
 from penstock.models.backends.cuda.steps.states import CudaStates
 from penstock.models.backends.cuda.steps.step_io import Size

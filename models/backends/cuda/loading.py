@@ -15,10 +15,10 @@ from penstock.models.backends.cuda.linear import CudaLinears, stored_bytes
 from penstock.models.backends.cuda.model import CudaModel
 from penstock.models.backends.cuda.pages import DevicePages, read_kv_scales
 from penstock.models.backends.cuda.recurrent import RecurrentLayers
-from penstock.models.backends.cuda.sampler import CudaSampler
 from penstock.models.backends.cuda.shapes import max_drafts, shape_of
 from penstock.models.backends.cuda.stages import CudaStage
 from penstock.models.backends.cuda.steps.rows import CudaRows
+from penstock.models.backends.cuda.steps.sampler import CudaSampler
 from penstock.models.backends.cuda.steps.states import CudaStates, slot_floats
 from penstock.models.backends.cuda.steps.step_io import StepInputs, StepOutputs
 from penstock.models.backends.distributed import join
@@ -29,8 +29,7 @@ from penstock.models.backends.torch_common.device import torch_device
 from penstock.models.backends.torch_common.fp4_experts import has_fp4_experts, stored_fp4_bytes
 from penstock.models.backends.torch_common.host_pages import HostPages, take_host_pages
 from penstock.models.backends.torch_common.loader import load_weights
-from penstock.models.backends.torch_common.rank_speed import measure_rank_speed
-from penstock.models.backends.torch_common.stages import TorchPart, num_loaded, rank_work
+from penstock.models.backends.torch_common.stages import TorchPart, measure_rank_speed, num_loaded, rank_work
 from penstock.models.backends.torch_common.weights import Weights
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, WorkerConfig, WorkerFacts

@@ -163,6 +163,7 @@ def _make_mixer(layer: RecurrentLayer, shape: RecurrentShape, state: LayerState)
             norm = layer.norm.view(1, -1)
             weights = ScanWeights(layer.weight, None, layer.dt_bias, layer.rates, None, norm)
         case Mamba2Layer():
+            assert layer.norm is not None, "only Falcon-H1 lacks it, and is refused"
             weights = ScanWeights(layer.weight, layer.bias, layer.dt_bias, layer.rates, layer.skips, layer.norm)
         case _:
             raise AssertionError(f"there is no such mixer: {type(layer).__name__}")

@@ -27,10 +27,9 @@ from penstock.models.backends.torch_common.host_pages import HostPages, take_hos
 from penstock.models.backends.torch_common.kv_pages import KVPages
 from penstock.models.backends.torch_common.loader import load_weights
 from penstock.models.backends.torch_common.paged_backend import PagedBackend
-from penstock.models.backends.torch_common.rank_speed import measure_rank_speed
 from penstock.models.backends.torch_common.recurrent import StateSlots
 from penstock.models.backends.torch_common.rope_tables import cos_sin_tables, query_scales
-from penstock.models.backends.torch_common.stages import TorchPart, num_loaded, rank_work
+from penstock.models.backends.torch_common.stages import TorchPart, measure_rank_speed, num_loaded, rank_work
 from penstock.models.backends.torch_common.weights import (
     LayerWeights,
     MlpBesideExperts,
@@ -171,14 +170,16 @@ class ReferenceBackend(PagedBackend):
                 features.append(x)
             before = layer.before_attention(x)
             sizes = self._specs[index]
-            if not spec.has_mixer(index):
-                mixed = torch.zeros_like(x)
-            elif layer.recurrent is not None and self.states is not None:
+            mixed = None
+            if layer.recurrent is not None and self.states is not None:
                 assert isinstance(batch, Batch), "a model with recurrent layers is not divided into stages"
                 mixed = self.states.mix(index, layer.recurrent, before, batch)
-            else:
+            if spec.attends(index):
                 turned, seen = turns[self._rotations[index]], groups[spec.windows[index]]
-                mixed = attend(sizes, self._pages, index, layer, before, turned, slots, seen, query_scale)
+                attended = attend(sizes, self._pages, index, layer, before, turned, slots, seen, query_scale)
+                mixed = attended if mixed is None else mixed + attended
+            if mixed is None:
+                mixed = torch.zeros_like(x)
             if spec.is_parallel:
                 both = mixed + layer.mlp(before if layer.before_mlp is unchanged else layer.before_mlp(x))
                 self._parallel.all_reduce(both)

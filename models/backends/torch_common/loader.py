@@ -219,7 +219,7 @@ def _load_layer(fill: _Filler, layer: int) -> LayerWeights:
     prefix = f"model.layers.{layer}."
     attention = f"{prefix}self_attn."
     mixer, qkv = spec.recurrent[layer], spec.qkv_rows(layer)
-    attends = mixer is None and spec.has_mixer(layer)
+    attends = spec.attends(layer)
     qkv_names = tuple(f"{attention}{name}" for name in qkv)
     before_attention, after_attention, before_mlp, after_mlp = (
         unchanged if name is None else fill.norm(prefix + name) for name in spec.norms_of(layer)
@@ -296,40 +296,45 @@ def _load_qk_norm(fill: _Filler, prefix: str, has_keys: bool) -> Layer:
 
 
 def _load_mlp(fill: _Filler, prefix: str, inner: int, biased: bool, gated: bool = True) -> Mlp:
-    spec = fill.spec
-    hidden, activation = spec.hidden_size, ACTIVATION_NAMES[spec.activation]
+    hidden = fill.spec.hidden_size
     names = (f"{prefix}gate_proj", f"{prefix}up_proj") if gated else (f"{prefix}up_proj",)
     return Mlp(
         gate_up=fill.by_outputs(names, (inner,) * len(names), hidden, biased),
         down=fill.by_inputs(f"{prefix}down_proj", hidden, inner, biased),
-        activation=partial(gated_activation if gated else activate, activation=activation),
+        activation=_activation(fill.spec),
     )
+
+
+def _activation(spec: ModelSpec) -> Layer:
+    return partial(gated_activation if spec.gated_mlp else activate, activation=ACTIVATION_NAMES[spec.activation])
 
 
 def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
     spec, experts = fill.spec, fill.spec.experts
     assert experts is not None
-    activation: Layer = partial(gated_activation, activation=ACTIVATION_NAMES[spec.activation])
+    activation: Layer = _activation(spec)
     if experts.gate is not None:
         activation = partial(clamped_gate, alpha=experts.gate.alpha, limit=experts.gate.limit)
     num, hidden, inner = experts.num_experts, spec.hidden_size, experts.intermediate_size
+    halves = ("gate_proj", "up_proj") if spec.gated_mlp else ("up_proj",)
+    sizes = (inner,) * len(halves)
     gate_up_exponents, down_exponents = None, None
     if fill.fp4_experts is not None:
         gate_up, gate_up_exponents = fill.fp4_experts.gate_up(prefix)
         down, down_exponents = fill.fp4_experts.down(prefix)
     else:
-        gate_up, down = fill.empty(num, 2 * inner, hidden), fill.empty(num, hidden, inner)
-    gate_up_bias = fill.empty(num, 2 * inner) if experts.biased else None
+        gate_up, down = fill.empty(num, sum(sizes), hidden), fill.empty(num, hidden, inner)
+    gate_up_bias = fill.empty(num, sum(sizes)) if experts.biased else None
     # The ranks' outputs are summed, so only rank 0 adds the bias.
     down_bias = fill.empty(num, hidden).zero_() if experts.biased else None
     for expert in range(num):
         name = f"{prefix}experts.{expert}."
-        halves = (f"{name}gate_proj", f"{name}up_proj"), (inner, inner)
+        names = tuple(name + half for half in halves)
         if fill.fp4_experts is None:
-            fill.stacked(gate_up[expert], "weight", *halves)
+            fill.stacked(gate_up[expert], "weight", names, sizes)
             fill.source.fill(f"{name}down_proj.weight", down[expert], fill.inputs(inner))
         if gate_up_bias is not None:
-            fill.stacked(gate_up_bias[expert], "bias", *halves)
+            fill.stacked(gate_up_bias[expert], "bias", names, sizes)
         if down_bias is not None and fill.parallel.rank == 0:
             fill.source.fill(f"{name}down_proj.bias", down_bias[expert])
     shared = experts.shared_size
@@ -341,7 +346,7 @@ def _load_experts(fill: _Filler, prefix: str) -> ExpertMlp:
         down_bias=down_bias,
         activation=activation,
         choose=_choice(fill, f"{prefix}gate.e_score_correction_bias", experts),
-        shared=_load_mlp(fill, f"{prefix}shared_expert.", shared, experts.biased) if shared else None,
+        shared=_load_mlp(fill, f"{prefix}shared_expert.", shared, experts.biased, spec.gated_mlp) if shared else None,
         shared_gate=fill.router(f"{prefix}shared_expert_gate", 1, hidden) if experts.shared_gated else None,
         gate_up_exponents=gate_up_exponents,
         down_exponents=down_exponents,

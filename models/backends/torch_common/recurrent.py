@@ -84,7 +84,7 @@ class Mamba2Layer:
     """(heads,): -exp(A_log)."""
     skips: Tensor
     """(heads,): D."""
-    norm: Tensor
+    norm: Tensor | None
     """(groups, head size times the heads of a group)."""
 
     def advance(self, x: Tensor, state: LayerState) -> Tensor:
@@ -97,7 +97,9 @@ class Mamba2Layer:
         value = _heads(value, heads)
         mixed = state_space_scan(value, step, torch.exp(self.rates * step), key, query, state.matrices)
         mixed = (mixed + value * self.skips.unsqueeze(-1)).flatten(2) * functional.silu(z)
-        return rms_norm(_heads(mixed, mixer.num_groups), self.norm, mixer.eps).flatten(2).to(x.dtype)
+        if self.norm is not None:
+            mixed = rms_norm(_heads(mixed, mixer.num_groups), self.norm, mixer.eps).flatten(2)
+        return mixed.to(x.dtype)
 
 
 def _heads(x: Tensor, count: int) -> Tensor:
@@ -149,9 +151,9 @@ def load_recurrent(fill: Filler, mixer: RecurrentMixer, prefix: str) -> Recurren
             dt_bias, log_rates, norm = vectors
             return DeltaNetLayer(inputs, output, mixer, weight, dt_bias, -log_rates.exp(), norm)
         case Mamba2():
-            dt_bias, log_rates, skips, norm = vectors
-            norm = norm.view(mixer.num_groups, -1)
-            return Mamba2Layer(inputs, output, mixer, weight, bias, dt_bias, -log_rates.exp(), skips, norm)
+            dt_bias, log_rates, skips, *norms = vectors
+            of_groups = norms[0].view(mixer.num_groups, -1) if norms else None
+            return Mamba2Layer(inputs, output, mixer, weight, bias, dt_bias, -log_rates.exp(), skips, of_groups)
 
 
 class StateSlots:

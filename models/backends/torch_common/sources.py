@@ -21,21 +21,22 @@ class FileSource:
     """The tensors of a checked checkpoint."""
 
     def __init__(self, info: CheckpointInfo) -> None:
-        self._entries = info.tensors
-        self._quantized = info.quantized
+        self._info = info
         self._files = TensorFiles(entry.file for entry in info.tensors.values())
 
     def fill(self, name: str, out: Tensor, part: Part = WHOLE) -> None:
         """Copies a part of a tensor into ``out``, which has its shape, casting or dequantising it as needed."""
-        linear = self._quantized.get(name.removesuffix(".weight"))
+        linear = self._info.quantized.get(name.removesuffix(".weight"))
         if linear is not None:
             out.copy_(torch.from_numpy(read_matrix(linear).dequantized()[part]))
             return
-        entry = self._entries[name]
+        entry = self._info.tensors[name]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is only read
             values = torch.from_numpy(self._files.array(entry)[part])
         out.copy_(values.view(torch.bfloat16) if entry.dtype == "BF16" else values)
+        for each in self._info.spec.factors_of(name):
+            out[each.rows] *= each.factor
 
 
 class DummySource:

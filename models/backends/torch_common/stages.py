@@ -1,7 +1,8 @@
 """The parts of a model in stages for backends in torch. Hidden states travel in the model's dtype, as they are between
-layers; those of a GPU go through pinned host memory."""
+layers; those of a GPU go through pinned host memory. A rank's speed is measured, so that the layers can be divided."""
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -9,9 +10,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.backends.pipeline_parallel import ModelPart, PartWork, work_of
+from penstock.models.backends.pipeline_parallel import ModelPart, PartWork, StageSpeed, work_of
 from penstock.models.backends.stage_part import Bytes, Hidden, StageRows
 from penstock.models.backends.torch_common.outputs import result_of, wanted_tokens
 from penstock.models.batch.batch import Batch, BatchResult
@@ -19,6 +21,14 @@ from penstock.models.batch.grammar_matcher import Words
 from penstock.models.batch.rows import Ids
 from penstock.models.batch.sampled_positions import GrammarBitmasks
 from penstock.scheduler.worker_config import WorkerFacts
+
+COLUMNS = 1024
+LEAST_BYTES, MOST_BYTES = 4 << 20, 256 << 20
+"""The limits of the memory that is read: a small model's weights may fit into caches."""
+ROWS, TOKENS = 1024, 64
+"""The shape of the product whose operations are counted."""
+SECONDS = 0.3
+"""How long each is repeated."""
 
 
 class StageDecoder(Protocol):
@@ -139,3 +149,36 @@ def num_loaded(spec: ModelSpec, num_logits: int, part: ModelPart) -> int:
     """Returns the number of parameters of a rank's part of a model in stages. ``spec`` is the rank's."""
     unloaded = spec.vocab_size - num_logits if part.has_ends and not spec.tied_embeddings else 0
     return sum(math.prod(shape) for name, shape in spec.tensors() if part.has(name)) - unloaded * spec.hidden_size
+
+
+@torch.inference_mode()
+def measure_rank_speed(dtype: torch.dtype, device: torch.device, weight_bytes: int) -> StageSpeed:
+    """Multiplies by one row, for the bytes that are read, and by many, for the operations. ``weight_bytes`` are those
+    of the model."""
+    num_bytes = min(MOST_BYTES, max(LEAST_BYTES, weight_bytes))
+    read = torch.ones(max(ROWS, num_bytes // (COLUMNS * dtype.itemsize)), COLUMNS, dtype=dtype, device=device)
+    multiplied = read[:ROWS]
+    one, many = (torch.ones(count, COLUMNS, dtype=dtype, device=device) for count in (1, TOKENS))
+    read_s = _best(lambda: functional.linear(one, read), device)
+    multiply_s = _best(lambda: functional.linear(many, multiplied), device)
+    return StageSpeed(read.nbytes / read_s, 2.0 * multiplied.numel() * TOKENS / multiply_s)
+
+
+def _best(run: Callable[[], Tensor], device: torch.device) -> float:
+    """Returns the least seconds that it takes."""
+    best, end = float("inf"), time.perf_counter() + SECONDS
+    run()
+    while True:
+        _wait(device)
+        began = time.perf_counter()
+        run()
+        _wait(device)
+        now = time.perf_counter()
+        best = min(best, now - began)
+        if now > end:
+            return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

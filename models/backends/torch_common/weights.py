@@ -133,8 +133,8 @@ class ExpertMlp:
 
     router: Linear
     gate_up: Tensor
-    """(E, 2I, hidden): per expert, rows of the gate, then of up. With exponents it is (E, 2I, hidden / 2), two codes of
-    MXFP4 a byte, for kernels that read them."""
+    """(E, 2I, hidden): per expert, rows of the gate, then of up; without a gate (E, I, hidden). With exponents it is
+    (E, 2I, hidden / 2), two codes of MXFP4 a byte, for kernels that read them."""
     down: Tensor
     """(E, hidden, I), or (E, hidden, I / 2)."""
     gate_up_bias: Tensor | None
@@ -311,7 +311,7 @@ class LayerWeights:
     """One layer."""
 
     recurrent: RecurrentLayer | None
-    """The mixer in place of attention, whose parts are then ``unchanged``."""
+    """The mixer in place of attention, whose parts are then ``unchanged``, or beside it."""
     before_attention: Layer
     """The norm of attention's input, and of the MLP's too where both see the same."""
     qkv: Linear

@@ -30,7 +30,7 @@ MAX_ALPHA = 1e6
 
 _TENSOR = re.compile(
     r"base_model\.model\.(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.([0-9]{1,4})\."
-    r"(self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)\.lora_([AB])\.weight"
+    r"(self_attn\.[qkvo]_proj|(?:mlp|feed_forward)\.(?:gate|up|down)_proj)\.lora_([AB])\.weight"
 )
 _ABSENT = (
     "modules_to_save", "alpha_pattern", "layer_replication", "trainable_token_indices", "target_parameters",
@@ -92,6 +92,8 @@ class LoraAdapter:
                     f"{self.path / WEIGHTS}: the matrices of {_name(linear)} have a number that is not finite: "
                     "download the adapter again"
                 )
+            for part in self.spec.factors_of(f"{_name(linear)}.weight"):
+                b[part.rows] *= np.float32(part.factor)
             order = row_order(self.spec.at(linear.layer), _name(linear))
             yield linear, LoraMatrices(a, b if order is None else np.ascontiguousarray(b[order]))
 

@@ -16,10 +16,10 @@ from penstock.kernels.cuda.norm import rms_norm
 from penstock.models.backends.base import Backend
 from penstock.models.backends.cuda.attention import TritonAttention
 from penstock.models.backends.cuda.backend import CudaBackend
-from penstock.models.backends.cuda.features import DeviceFeatures, tensors
 from penstock.models.backends.cuda.linear import CudaLinears
 from penstock.models.backends.cuda.model import CudaModel
 from penstock.models.backends.cuda.shapes import shape_of
+from penstock.models.backends.cuda.steps.features import DeviceFeatures, tensors
 from penstock.models.backends.cuda.steps.graphs import VERIFYING_STEPS, StepGraphs, decoding_sizes
 from penstock.models.backends.cuda.steps.step_io import ArrayLayout, Size
 from penstock.models.backends.memory import allocated
@@ -113,6 +113,7 @@ class HeadLayer(CudaModel):
         attention = TritonAttention(shape, pages.device)
         super().__init__(head.spec, weights.common, list(pages), shape, ALONE, linears, attention)
         self._fc, self._embedding_norm, self._hidden_norm = weights.fc, weights.embedding_norm, weights.hidden_norm
+        self._continues_after_norm = head.spec.continues_after_norm
 
     def continue_from(self, x: Tensor, inputs: HeadInputs, size: Size) -> Made:
         """Continues from (T, hidden), which is not modified. Writes the keys and values of every token that has a slot,
@@ -144,6 +145,8 @@ class HeadLayer(CudaModel):
             x, mixed = x.index_select(0, sampled), mixed.index_select(0, sampled)
         y = self._normed(x, layer.output(mixed), layer.after_attention, layer.before_mlp)
         y = self._normed(x, self._mlp(layer.mlp, y, rows.query_starts), layer.after_mlp, self._weights.norm)
+        if self._continues_after_norm:
+            x = y
         return (x.index_select(0, sampled), y.index_select(0, sampled)) if has_experts else (x, y)
 
 

@@ -45,9 +45,11 @@ class ReferenceHead:
         mixed = attend(spec, pages, 0, layer, before, (cos[positions], sin[positions]), slots, groups)
         x = (x + layer.after_attention(mixed))[step.sampled.tolist()]
         x = x + layer.after_mlp(layer.mlp(layer.before_mlp(x)))
-        drawn = draw_drafts(weights.head(weights.norm(x)), self._weights.target_ids, *draw_tensors(step.draws, device))
+        normed = weights.norm(x)
+        drawn = draw_drafts(weights.head(normed), self._weights.target_ids, *draw_tensors(step.draws, device))
         drafts = [HeadDraft(*draft) for draft in zip(*(part.tolist() for part in drawn), strict=True)]
-        return HeadResult(lambda: drafts, drawn.token_ids.cpu().numpy(), x.float().cpu().numpy())
+        hidden = normed if spec.continues_after_norm else x
+        return HeadResult(lambda: drafts, drawn.token_ids.cpu().numpy(), hidden.float().cpu().numpy())
 
     def _before_layer(self, step: HeadStep, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Returns what the layer continues from, (T, hidden), and the input of its queries, keys and values."""

@@ -36,7 +36,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3},
     "Glm4MoeForCausalLM": {"head_dim": 128},
-    "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
+    "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"]},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba"] * 31 + ["attention"]},
 }
 """Fields of a family without a default that a model could have."""

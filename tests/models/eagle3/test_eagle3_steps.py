@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.models.backends.base import load_backend
-from penstock.models.backends.cuda.features import DeviceFeatures
+from penstock.models.backends.cuda.steps.features import DeviceFeatures
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.eagle import check_eagle_head
 from penstock.models.speculative.heads.drafter import HEADS, LoadHead

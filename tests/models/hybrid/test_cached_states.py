@@ -74,7 +74,7 @@ async def test_drafts_across_borders(typical_hybrid, backend, knowing_executor, 
         assert next_answer.finished.usage.cached_tokens >= len(longer) - 1 - 16
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3-next"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3-next", pytest.param("falcon-h1", marks=pytest.mark.soak)])
 async def test_a_worker_that_is_killed(hybrid, name, backend, worker_config, start_engine, prompts, check_greedy):
     model = hybrid(name)
     worker = WorkerProcess(worker_config(model.path, backend=backend))

@@ -39,6 +39,15 @@ QWEN3_NEXT_80B = {
     "shared_expert_intermediate_size": 512, "tie_word_embeddings": False, "vocab_size": 151936,
 }  # fmt: skip
 
+NEMOTRON_3 = {
+    "architectures": ["NemotronHForCausalLM"], "hidden_size": 64, "hybrid_override_pattern": "ME*E",
+    "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 160,
+}  # fmt: skip
+FALCON_H1 = {
+    "architectures": ["FalconH1ForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "mamba_d_ssm": 80, "mamba_n_heads": 8, "mamba_d_state": 16, "vocab_size": 160,
+}  # fmt: skip
+
 
 def test_published_configs():
     lfm2 = spec_from_config(LFM2_1_2B)
@@ -81,6 +90,13 @@ def test_qwen3_5_beside_a_vision_tower_and_a_drafter(hybrid, tmp_path):
         ({**QWEN3_NEXT_80B, "linear_num_value_heads": 24}, "must be a multiple of linear_num_key_heads, 16"),
         ({**QWEN3_NEXT_80B, "full_attention_interval": 64}, "must leave a layer with full_attention"),
         ({**QWEN3_NEXT_80B, "hidden_act": "gelu"}, "must be silu"),
+        ({**NEMOTRON_3, "moe_latent_size": 32}, "moe_latent_size is 32: it must be null"),
+        ({**NEMOTRON_3, "mlp_bias": True}, "mlp_bias is True: it must be false"),
+        ({**NEMOTRON_3, "hybrid_override_pattern": "MEX*"}, "must have only Mamba-2, attention, MLPs and experts"),
+        ({**FALCON_H1, "mamba_d_ssm": 100}, "mamba_n_heads is 8: it must divide 100"),
+        ({**FALCON_H1, "mamba_rms_norm": True}, "mamba_norm_before_gate .* must be false"),
+        ({**FALCON_H1, "projectors_bias": True}, "must be the same as mamba_proj_bias"),
+        ({**FALCON_H1, "ssm_multipliers": [1.0, 2.0]}, "ssm_multipliers"),
     ],
 )
 def test_configs_that_are_refused(config, says):
@@ -140,6 +156,15 @@ def test_what_does_not_work_with_states_is_refused(hybrid, worker_config, change
     config = msgspec.structs.replace(worker_config(hybrid("lfm2").path), **changes)
     with pytest.raises(ModelError, match=says):
         load_backend(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("falcon-h1", "attention and a recurrent mixer side by side"), ("nemotron-3", "experts without a gate")],
+)
+def test_parts_without_kernels_on_gpus_are_named(hybrid, worker_config, name, says):
+    with pytest.raises(ModelError, match=says):
+        load_backend(worker_config(hybrid(name).path, backend="cuda"))
 
 
 def test_a_quantised_checkpoint_is_refused(hybrid, worker_config, monkeypatch):

@@ -24,12 +24,24 @@ DELTA_NET = {
 HYBRIDS = {
     "qwen3.5": ("Qwen3_5TextConfig", DELTA_NET),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
+    "falcon-h1": (
+        "FalconH1Config",
+        {
+            "mamba_n_heads": 4,
+            "mamba_d_ssm": 64,
+            "mamba_d_state": 16,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.8,
+            "mlp_multipliers": [1.5, 0.7],
+        },
+    ),
 }
 MLP = ("gate_proj", "up_proj", "down_proj")
 KINDS: dict[str, tuple[dict[str, Any], ...]] = {
     "deepseek-v2": ({"modules": ("o_proj",)}, {"modules": ("o_proj", *MLP), "layers": (0,), "rank": 3}),
     "qwen3.5": ({"modules": ("k_proj", "v_proj", "o_proj", *MLP)}, {"modules": ("v_proj", "up_proj"), "rank": 3}),
     "lfm2": ({"modules": ("q_proj", "k_proj", "v_proj")}, {"modules": ("q_proj",), "rank": 3}),
+    "falcon-h1": ({}, {"modules": ("v_proj", "down_proj"), "rank": 3}),
 }
 """Two adapters for each model."""
 

@@ -3,13 +3,14 @@ https://arxiv.org/abs/2412.19437 section 2.2."""
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
 from penstock.kernels.reference.sampling import keyed_gumbel
 from penstock.scheduler.worker_config import DraftMethod, SpeculationConfig
@@ -18,11 +19,38 @@ NUM_LAYERS = 3
 PREFIX = f"model.layers.{NUM_LAYERS}."
 
 
+class Kind(NamedTuple):
+    """A family's heads."""
+
+    config_class: str
+    layer_class: Any
+    prefix: str = PREFIX
+    layer: str = ""
+    embedding_norm: str = "enorm.weight"
+    hidden_norm: str = "hnorm.weight"
+    fc: str = "eh_proj.weight"
+    norm: str = "shared_head.norm.weight"
+    norm_offset: float = 0.0
+    continues_after_norm: bool = False
+    """Whether the next draft continues from the hidden states after the last norm."""
+    has_copies: bool = True
+    """Whether the checkpoint repeats the embedding and the output head, and its config has the number of heads."""
+
+
+GLM = Kind("Glm4MoeConfig", Glm4MoeDecoderLayer)
+QWEN = Kind(
+    "Qwen3NextConfig", Qwen3NextDecoderLayer, "mtp.", "layers.0.", "pre_fc_norm_embedding.weight",
+    "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight", 1.0, continues_after_norm=True,
+    has_copies=False,
+)  # fmt: skip
+
+
 @dataclass
 class MtpModel:
     """A model whose checkpoint has a head, and what the head computes."""
 
     target: Any
+    kind: Kind
     layer: torch.nn.Module
     tensors: dict[str, torch.Tensor]
     """The head's own tensors beside its layer."""
@@ -37,15 +65,16 @@ class MtpModel:
             return self.target.module.model(torch.tensor([token_ids])).last_hidden_state[0]
 
     def norm(self, x, name):
-        return functional.rms_norm(x, x.shape[-1:], self.tensors[name], self.target.module.config.rms_norm_eps)
+        weight = self.tensors[name] + self.kind.norm_offset
+        return functional.rms_norm(x, x.shape[-1:], weight, self.target.module.config.rms_norm_eps)
 
     @torch.inference_mode()
     def hidden(self, token_ids, hidden):
         """(T,) and (T, hidden) -> (T, hidden), before the head's last norm."""
         model = self.target.module.model
-        embedded = self.norm(model.embed_tokens(torch.tensor(token_ids)), "enorm.weight")
-        joined = torch.cat((embedded, self.norm(hidden, "hnorm.weight")), 1)
-        x = functional.linear(joined, self.tensors["eh_proj.weight"])[None]
+        embedded = self.norm(model.embed_tokens(torch.tensor(token_ids)), self.kind.embedding_norm)
+        joined = torch.cat((embedded, self.norm(hidden, self.kind.hidden_norm)), 1)
+        x = functional.linear(joined, self.tensors[self.kind.fc])[None]
         positions = torch.arange(len(token_ids))[None]
         mask = torch.full((len(token_ids), len(token_ids)), -torch.inf).triu(1)[None, None]
         turned = self.layer(x, attention_mask=mask, position_embeddings=model.rotary_emb(x, positions))
@@ -58,37 +87,47 @@ class MtpModel:
         found = []
         for position in range(len(history), len(history) + count):
             x = self.hidden(tokens, hidden)[-1:]
-            logits = self.target.module.lm_head(self.norm(x, "shared_head.norm.weight"))[0]
+            normed = self.norm(x, self.kind.norm)
+            logits = self.target.module.lm_head(normed)[0]
             noise = torch.zeros(len(logits))
             if sampling.temperature:
                 ids = torch.arange(len(logits))
                 noise = keyed_gumbel(torch.tensor(sampling.seed), torch.tensor(position), ids)
             found.append(int((logits / (sampling.temperature or 1) + noise).argmax()))
-            tokens, hidden = [*tokens, found[-1]], torch.cat((hidden, x))
+            next_hidden = normed if self.kind.continues_after_norm else x
+            tokens, hidden = [*tokens, found[-1]], torch.cat((hidden, next_hidden))
         return found
+
+
+@pytest.fixture(scope="session")
+def mtp_kinds():
+    """GLM-4.5's heads and Qwen3-Next's."""
+    return GLM, QWEN
 
 
 @pytest.fixture(scope="session")
 def build_mtp_model(build_model):
     """Makes a GLM-4.5, or a model of another config, with a random head."""
 
-    def build(path, kind=("Glm4MoeConfig", Glm4MoeDecoderLayer), **changes):
-        config_class, layer_class = kind
-        target = build_model(path, config_class, {"num_hidden_layers": NUM_LAYERS, **changes})
+    def build(path, kind=GLM, **changes):
+        target = build_model(path, kind.config_class, {"num_hidden_layers": NUM_LAYERS, **changes})
         config = target.module.config
         torch.manual_seed(8)
-        layer = layer_class(config, NUM_LAYERS - 1).eval()
+        types = getattr(config, "layer_types", None) or ["full_attention"] * NUM_LAYERS
+        layer = kind.layer_class(config, max(n for n, kind in enumerate(types) if kind == "full_attention")).eval()
         for name, tensor in layer.state_dict().items():
             tensor.copy_(torch.randn(tensor.shape) / 4 if tensor.ndim > 1 else 1 + torch.randn(tensor.shape) / 3)
             if name.endswith("e_score_correction_bias"):
                 tensor.copy_(torch.randn(tensor.shape) / 8)
         hidden = config.hidden_size
-        norms = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+        norms = (kind.embedding_norm, kind.hidden_norm, kind.norm)
         tensors = {name: 1 + torch.randn(hidden) / 3 for name in norms}
-        tensors["eh_proj.weight"] = torch.randn(hidden, 2 * hidden) / 8
-        model = MtpModel(target, layer, tensors)
-        write_head(path, {**layer.state_dict(), **tensors, **copies(target.module)})
-        return model
+        tensors[kind.fc] = torch.randn(hidden, 2 * hidden) / 8
+        of_layer = {kind.layer + name: tensor for name, tensor in separate_experts(layer.state_dict()).items()}
+        copied = copies(target.module) if kind.has_copies else {}
+        count = {"num_nextn_predict_layers": 1} if kind.has_copies else {}
+        write_head(path, kind.prefix, {**of_layer, **tensors, **copied}, **count)
+        return MtpModel(target, kind, layer, tensors)
 
     return build
 
@@ -101,13 +140,28 @@ def copies(module):
     }
 
 
-def write_head(path, tensors, count=1):
-    """Adds a head's tensors to a model's checkpoint."""
+def separate_experts(tensors):
+    """The tensors of a layer as they are published, with matrices of their own for each expert."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name == "mlp.experts.gate_up_proj":
+            for expert, rows in enumerate(tensor):
+                gate, up = rows.chunk(2)
+                found |= {f"mlp.experts.{expert}.gate_proj.weight": gate, f"mlp.experts.{expert}.up_proj.weight": up}
+        elif name == "mlp.experts.down_proj":
+            found |= {f"mlp.experts.{expert}.down_proj.weight": rows for expert, rows in enumerate(tensor)}
+        else:
+            found[name] = tensor
+    return found
+
+
+def write_head(path, prefix, tensors, **config):
+    """Adds a head's tensors to a model's checkpoint, and fields to its config."""
     file = path / "model.safetensors"
-    head = {PREFIX + name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+    head = {prefix + name: tensor.clone().contiguous() for name, tensor in tensors.items()}
     save_file({**load_file(file), **head}, file, {"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": count}))
+    written = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**written, **config}))
 
 
 @pytest.fixture

@@ -4,10 +4,12 @@ import pytest
 import torch
 from heads.runners import answers, few_answers, start
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 
 from penstock.models.backends.base import load_backend
 from penstock.models.worker.runner import Runner
 from penstock.models.worker.speculation import check_speculation, make_controller
+from penstock.scheduler.plan import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("cpu_library")
 
@@ -19,14 +21,33 @@ LATENT = {
     "v_head_dim": 24, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
     "moe_intermediate_size": 24, "first_k_dense_replace": 1,
 }  # fmt: skip
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40,
+    "mlp_only_layers": [0], "attention_bias": True,
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["tied", "untied", "latent"])
-def mtp_model(request, build_mtp_model, tmp_path_factory):
+@pytest.fixture(
+    scope="module", params=["tied", "untied", "latent", "qwen3-next", pytest.param("qwen3.5", marks=pytest.mark.soak)]
+)
+def mtp_model(request, build_mtp_model, mtp_kinds, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
-    if request.param == "latent":
-        return build_mtp_model(path, ("DeepseekV3Config", DeepseekV3DecoderLayer), **LATENT)
-    return build_mtp_model(path, tie_word_embeddings=request.param == "tied")
+    glm, qwen = mtp_kinds
+    match request.param:
+        case "latent":
+            kind = glm._replace(config_class="DeepseekV3Config", layer_class=DeepseekV3DecoderLayer)
+            return build_mtp_model(path, kind, **LATENT)
+        case "qwen3-next":
+            return build_mtp_model(path, qwen, **DELTA_NET, **EXPERTS)
+        case "qwen3.5":
+            kind = qwen._replace(config_class="Qwen3_5TextConfig", layer_class=Qwen3_5DecoderLayer)
+            return build_mtp_model(path, kind, **DELTA_NET)
+        case _:
+            return build_mtp_model(path, tie_word_embeddings=request.param == "tied")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -53,6 +74,27 @@ def test_a_head_drafts_for_a_model_that_is_quantised_at_load(mtp_model, mtp_conf
     plain, _ = start(config, with_head=False)
     assert answers(runner, prompts[4:6], 3, 20) == answers(plain, prompts[4:6], 0, 20)
     assert watched.proposed
+
+
+@pytest.mark.parametrize("mtp_model", ["qwen3-next"], indirect=True)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+async def test_turns_of_conversations_with_a_hybrid(
+    mtp_model, mtp_config, prompts, backend, in_process_executor, start_engine
+):
+    """Each turn begins with a cached state. What follows rejected drafts is transformers' greedy output."""
+    engine = await start_engine(in_process_executor(mtp_config(mtp_model, backend), is_eager=True))
+    histories, drafted, accepted = [list(prompt) for prompt in prompts[4:]], 0, 0
+    for turn in range(3):
+        answers = [engine.submit(history, SamplingParams(temperature=0.0), 24, max_drafts=3) for history in histories]
+        await engine.finish(answers)
+        for history, answer in zip(histories, answers, strict=True):
+            logits = mtp_model.target.logits(history + answer.token_ids)[len(history) - 1 : -1]
+            assert answer.token_ids == logits.argmax(-1).tolist()
+            assert not turn or answer.finished.usage.cached_tokens >= len(history) - 7 - 1 - BLOCK
+            drafted += answer.finished.speculation.drafted
+            accepted += answer.finished.speculation.accepted
+            history += answer.token_ids + prompts[-1][turn : turn + 7]
+    assert drafted > accepted
 
 
 @pytest.mark.soak

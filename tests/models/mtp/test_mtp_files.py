@@ -43,6 +43,25 @@ def test_a_head_is_a_layer_like_the_last_one(model):
     assert set(head.info.tensors) == {name for name, _ in head.spec.tensors()}
 
 
+def test_a_head_of_qwen3_next_is_a_layer_with_attention(build_mtp_model, mtp_kinds, tmp_path):
+    """The layers after the last one with attention have recurrent states. Published configs have no number of heads."""
+    types = ["full_attention", "linear_attention", "linear_attention"]
+    changes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1, 2]}
+    model = build_mtp_model(tmp_path / "model", mtp_kinds[1], layer_types=types, **changes)
+    head = head_of(model)
+    assert "num_nextn_predict_layers" not in head.info.config
+    assert not head.spec.has_state
+    assert head.spec.has_experts(0)
+    assert set(head.info.tensors) == {name for name, _ in head.spec.tensors()}
+    change_config(model.path, mtp_use_dedicated_embeddings=True)
+    with pytest.raises(ModelError, match="mtp_use_dedicated_embeddings is True: it must be false"):
+        head_of(model)
+    change_tensors(model.path, lambda tensors: [tensors.pop(name) for name in list(tensors) if "mtp." in name])
+    change_config(model.path, mtp_use_dedicated_embeddings=False)
+    with pytest.raises(ModelError, match=r"there is no tensor mtp\.\*: this copy .* came without its head"):
+        head_of(model)
+
+
 def test_the_model_is_the_same_without_its_head(model):
     with_head = check_checkpoint(model.path)
     change_tensors(model.path, lambda tensors: [tensors.pop(name) for name in list(tensors) if PREFIX in name])

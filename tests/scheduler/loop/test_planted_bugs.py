@@ -297,7 +297,7 @@ PLANTED_BUGS = [
 def test_reliability_figure_1_planted_bug_is_caught(explore, world_type, monkeypatch, plant):
     plant(monkeypatch)
     with pytest.raises((AssertionError, LookupError)):
-        explore(world_type, 2000, 20, shrink=False)
+        explore(world_type, 10_000, 20, shrink=False)  # far fewer, as a rule
 
 
 def others_run_beside_those_on_trial(patch):

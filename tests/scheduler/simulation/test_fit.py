@@ -23,6 +23,20 @@ def test_costs_that_explain_all_steps_are_found():
     assert fit.most_rows == 32
 
 
+@pytest.mark.parametrize("rows", [4, 16])
+def test_rows_that_cost_more_from_some_number_on(rows):
+    """A step computes for longer than it reads, as on a CPU; the log has few such steps."""
+    bent = COSTS._replace(bent_decodes=8 * COSTS.decodes, bend=rows)
+    steps = [step for step in random_steps(2000, costs=bent, noise=0.05) if step.decodes <= rows or step.step % 8 == 0]
+    costs = fit_costs(StepLog(header(), steps)).costs.step
+    assert costs.bend == rows
+    assert max(abs(costs.seconds(step.work) / step.seconds - 1) for step in random_steps(seed=1, costs=bent)) < 0.1
+
+
+def test_there_is_no_bend_where_there_is_none():
+    assert fit_costs(StepLog(header(), random_steps(1000, noise=0.2))).costs.step.bend == 0
+
+
 def test_noise_hardly_matters_and_is_kept():
     fit = fit_costs(StepLog(header(), random_steps(1000, noise=0.2)))
     assert median(errors(fit.costs.step, random_steps(seed=1))) < 0.08
@@ -127,3 +141,5 @@ def test_costs_count_each_unit_of_work():
     work = random_steps(1, seed=3)[0].work
     assert StepCosts(constant=1.0).seconds(work) == 1.0
     assert StepCosts(decodes=1.0, drafts=2.0).seconds(work, 3) == work.decodes + 6.0
+    assert StepCosts(bent_decodes=0.5, bend=10).seconds(work._replace(decodes=14)) == 2.0
+    assert StepCosts(bent_decodes=0.5, bend=10).seconds(work._replace(decodes=6)) == 0.0

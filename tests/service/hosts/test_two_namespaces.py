@@ -36,17 +36,21 @@ PROMPTS = [f"Chapter {number}. The man who" for number in range(NUM_STREAMS)]
 class Way:
     """How the two hosts share the model."""
 
-    ranks: str
+    ranks: tuple[str, ...]
     flags: tuple[str, ...]
 
 
 WAYS = {
     "tensor parallel, float32": Way(
-        "--tensor-parallel-size=2", ("--backend=reference", "--dtype=float32", "--speculative-config=none")
+        ("--tensor-parallel-size=2",), ("--backend=reference", "--dtype=float32", "--speculative-config=none")
     ),
-    "stages, bfloat16": Way("--pipeline-parallel-size=2", ("--backend=cpu",)),
-    "stages, int8": Way("--pipeline-parallel-size=2", ("--backend=cpu", "--quantization=int8")),
-    "stages, float32": Way("--pipeline-parallel-size=2", ("--backend=cpu", "--dtype=float32")),
+    "stages, bfloat16": Way(("--pipeline-parallel-size=2",), ("--backend=cpu",)),
+    "stages, int8": Way(("--pipeline-parallel-size=2",), ("--backend=cpu", "--quantization=int8")),
+    "stages, float32": Way(("--pipeline-parallel-size=2",), ("--backend=cpu", "--dtype=float32")),
+    "tensor parallel on each host, a stage on each": Way(
+        ("--tensor-parallel-size=2", "--pipeline-parallel-size=2"),
+        ("--backend=reference", "--dtype=float32", "--speculative-config=none"),
+    ),
 }
 FAULTY = ("tensor parallel, float32", "stages, bfloat16")
 """The ways that go through all faults."""
@@ -116,7 +120,7 @@ class Cluster:
 
     @property
     def rank_pid(self) -> int:
-        [rank] = psutil.Process(self.agent_pid).children()
+        rank, *_ = psutil.Process(self.agent_pid).children()
         return int(rank.pid)
 
 
@@ -140,7 +144,7 @@ def cluster_of(tmp_path: Path, way: Way, **network: float) -> Iterator[Cluster]:
 
         agent = start_agent()
         command = ("sh", "-c", f'exec "$@" 2>>{log}', "sh", *hosts.prefix(0), PENSTOCK, "serve")
-        flags = ("--nnodes=2", way.ranks, *way.flags, *SMALL)
+        flags = ("--nnodes=2", *way.ranks, *way.flags, *SMALL)
         stack.enter_context(serving("--listen", target, *where, *flags, command=command))
         yield Cluster(hosts, target, log, stack, start_agent, agent)
 

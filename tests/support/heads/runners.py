@@ -54,9 +54,9 @@ def start(config: WorkerConfig, with_head: bool = True) -> tuple[Runner, Any]:
 def added(
     number: int, prompt: list[int], first_block: int, sampling: SamplingParams, num_computed: int = 0
 ) -> AddedRow:
-    """Returns a row with six blocks."""
+    """Returns a row with six blocks, and a slot if it has a recurrent state."""
     blocks = list(range(first_block, first_block + 6))
-    return AddedRow(number, 0, prompt, len(prompt), num_computed, blocks, sampling, max_drafts=8)
+    return AddedRow(number, 0, prompt, len(prompt), num_computed, blocks, sampling, max_drafts=8, state_slot=number)
 
 
 def decode(runner: Runner, rows: dict[int, list[int]], num_tokens: int, num_drafts: int) -> int:

@@ -11,39 +11,36 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
   take_sizes(layer);
   uint8_t* pages = model_.pages + layer.kv_offset;
   bool last = index == model_.num_layers - 1;
-  bool has_mixer = layer.qkv.num_parts, attends = has_mixer && !layer.recurrent.kind;
-  if (has_mixer) {
+  bool attends = layer.qkv.num_parts;
+  if (attends) {
     Prepared inputs = layer.hidden_norm.weight
                           ? prepare_joined(layer.qkv, layer.attention_norm, x_, layer.hidden_norm)
                           : prepare(layer.qkv, x_, model_.hidden_size, num_rows_, layer.attention_norm);
     spent_on(STAGE_NORM);
     product(layer.qkv, inputs, qkv_, qkv_size_, OUTPUT_STORE);
-    if (attends && !layer.latent.rank) {
+    if (!layer.latent.rank) {
       const LoraTarget targets[] = {{LORA_Q, 0, LANES}, {LORA_K, query_size_, LANES},
                                     {LORA_V, query_size_ + kv_size_, LANES}};
       add_adapters(targets, !layer.has_kv ? 1 : layer.values_are_keys ? 2 : 3, x_, model_.hidden_size,
                    model_.hidden_size, layer.attention_norm, qkv_, qkv_size_);
     }
     spent_on(STAGE_QKV);
-  }
-  if (attends) {
     if (layer.latent.rank)
       find_latents(layer, pages);
     else
       rotate_and_write(layer, pages);
     spent_on(STAGE_ROPE_KV);
-  } else if (has_mixer) {
-    recur(layer, index);
   }
+  if (layer.recurrent.kind) recur(layer, index);
   // After the last layer's KV is written, only rows whose logits or hidden states are requested are computed.
   if (last && step_.num_wanted() == 0 && !ends_in_feature_) return;
   if (attends) attend(layer, pages);
-  if (last && !only_wanted_ && !ends_in_feature_) keep_wanted_rows(has_mixer);
+  if (last && !only_wanted_ && !ends_in_feature_) keep_wanted_rows(true);
   spent_on(STAGE_ATTENTION);
-  if (has_mixer && !model_.parallel_layers) add_attention(layer);
+  if (!model_.parallel_layers) add_mixers(layer);
   if (layer.mlp.gate_up.num_parts || layer.router.num_parts) feed_forward(layer);
   // The MLP has read x by now.
-  if (model_.parallel_layers) add_attention(layer);
+  if (model_.parallel_layers) add_mixers(layer);
   if (layer.input_gate.num_parts) add_layer_input(layer, index);
   if (layer.scalar != 1.0f)
     each(num_rows_, [&](int row, int) {
@@ -52,18 +49,15 @@ void StepRun::layer(const DecoderLayer& layer, int index) {
 }
 
 void StepRun::take_sizes(const DecoderLayer& layer) {
-  if (layer.recurrent.kind || !layer.qkv.num_parts) {
-    num_kv_heads_ = head_dim_ = kv_size_ = qkv_size_ = 0;
-    query_size_ = layer.output.parts[0].columns;  // 0 without a mixer
-    for (int i = 0; i < layer.qkv.num_parts; i++) qkv_size_ += layer.qkv.parts[i].rows;
-    return;
-  }
+  num_kv_heads_ = head_dim_ = query_size_ = kv_size_ = qkv_size_ = read_size_ = 0;
+  recurred_size_ = layer.recurrent.output.parts[0].columns;  // 0 without a mixer
+  for (int i = 0; i < layer.recurrent.input.num_parts; i++) read_size_ += layer.recurrent.input.parts[i].rows;
+  if (!layer.qkv.num_parts) return;
   num_kv_heads_ = layer.kv.is_latent ? 1 : layer.kv.kv_heads;
   head_dim_ = layer.kv.head_dim;
   query_size_ = model_.num_heads * head_dim_;
   kv_size_ = num_kv_heads_ * head_dim_;
   if (layer.latent.rank) {
-    qkv_size_ = 0;
     for (int i = 0; i < layer.qkv.num_parts; i++) qkv_size_ += layer.qkv.parts[i].rows;
     return;
   }
@@ -71,7 +65,19 @@ void StepRun::take_sizes(const DecoderLayer& layer) {
   if (model_.gated_attention) qkv_size_ += query_size_;
 }
 
-void StepRun::add_attention(const DecoderLayer& layer) {
+// Adds the outputs of attention and of the recurrent mixer, as many as the layer has.
+void StepRun::add_mixers(const DecoderLayer& layer) {
+  bool direct = !layer.attention_post_norm.weight, attends = layer.output.num_parts, recurs = layer.recurrent.kind;
+  if (!attends && !recurs) return;
+  float* out = direct ? x_ : delta_;
+  OutputMode mode = direct ? OUTPUT_ADD : OUTPUT_STORE;
+  if (attends) add_attention(layer, out, mode);
+  if (recurs) add_recurrent(layer.recurrent, out, attends ? OUTPUT_ADD : mode);
+  if (!direct) add_sublayer(layer.attention_post_norm);
+  spent_on(STAGE_OUTPUT);
+}
+
+void StepRun::add_attention(const DecoderLayer& layer, float* out, OutputMode mode) {
   const float* values = mixed_;
   int64_t size = query_size_;
   if (layer.latent.rank) {
@@ -79,13 +85,9 @@ void StepRun::add_attention(const DecoderLayer& layer) {
     size = static_cast<int64_t>(model_.num_heads) * layer.latent.value_size;
   }
   Prepared inputs = prepare(layer.output, values, size, num_rows_, Norm{});
-  bool direct = !layer.attention_post_norm.weight;
-  product(layer.output, inputs, direct ? x_ : delta_, model_.hidden_size, direct ? OUTPUT_ADD : OUTPUT_STORE);
+  product(layer.output, inputs, out, model_.hidden_size, mode);
   const LoraTarget target = {LORA_O, 0, LANES};
-  if (!layer.recurrent.kind)
-    add_adapters(&target, 1, values, size, static_cast<int>(size), Norm{}, direct ? x_ : delta_, model_.hidden_size);
-  if (!direct) add_sublayer(layer.attention_post_norm);
-  spent_on(STAGE_OUTPUT);
+  add_adapters(&target, 1, values, size, static_cast<int>(size), Norm{}, out, model_.hidden_size);
 }
 
 void StepRun::feed_forward(const DecoderLayer& layer) {
@@ -227,30 +229,28 @@ const int32_t* StepRun::wanted_slots(int wanted) {
   return slots;
 }
 
-// Moves the requested rows of x to the front, and those of attention if there are any yet. Those whose logits are
+// Copies the requested rows.
+float* StepRun::wanted_rows(const float* rows, int64_t size) {
+  int wanted = step_.num_wanted();
+  float* kept = arena_.take<float>(wanted * size);
+  for (int i = 0; i < wanted && size; i++)
+    memcpy(kept + i * size, rows + step_.wanted(i) * size, static_cast<size_t>(size) * sizeof(float));
+  return kept;
+}
+
+// Moves the requested rows of x to the front, and those of what the last layer mixes if it has. Those whose logits are
 // requested are in the order in which the head reads them.
 void StepRun::keep_wanted_rows(bool has_mixed) {
   int wanted = step_.num_wanted();
   bool same = wanted == num_rows_;  // true for a batch of decoding rows
   for (int i = 0; same && i < wanted; i++) same = step_.wanted(i) == i;
   if (same) return;
-  float* x = arena_.take<float>(static_cast<int64_t>(wanted) * model_.hidden_size);
-  float* mixed = has_mixed ? arena_.take<float>(static_cast<int64_t>(wanted) * query_size_) : mixed_;
-  int64_t width = static_cast<int64_t>(model_.num_layers) * model_.input_size;
-  float* layer_inputs = arena_.take<float>(wanted * width);
-  for (int i = 0; i < wanted; i++) {
-    int64_t from = step_.wanted(i);
-    memcpy(x + static_cast<int64_t>(i) * model_.hidden_size, x_ + from * model_.hidden_size,
-           static_cast<size_t>(model_.hidden_size) * sizeof(float));
-    if (has_mixed)
-      memcpy(mixed + static_cast<int64_t>(i) * query_size_, mixed_ + from * query_size_,
-             static_cast<size_t>(query_size_) * sizeof(float));
-    if (width)
-      memcpy(layer_inputs + i * width, layer_inputs_ + from * width, static_cast<size_t>(width) * sizeof(float));
+  x_ = wanted_rows(x_, model_.hidden_size);
+  layer_inputs_ = wanted_rows(layer_inputs_, static_cast<int64_t>(model_.num_layers) * model_.input_size);
+  if (has_mixed) {
+    mixed_ = wanted_rows(mixed_, query_size_);
+    recurred_ = wanted_rows(recurred_, recurred_size_);
   }
-  x_ = x;
-  layer_inputs_ = layer_inputs;
-  mixed_ = mixed;
   num_rows_ = wanted;
   if (slots_) group_adapted(wanted_slots(wanted));
 }

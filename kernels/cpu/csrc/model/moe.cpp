@@ -215,12 +215,15 @@ void StepRun::experts(const DecoderLayer& layer) {
           : gather(routing, prepare(layer.experts[0].gate_up, x_, m.hidden_size, num_rows_, layer.expert_norm).parts[0]);
   int64_t stride = (m.expert_size + LANES - 1) / LANES * LANES;  // a gated product writes whole panels
   float* inner = arena_.take<float>(routing.num_pairs * stride);
-  multiply_experts(routing, layer, &PackedMlp::gate_up, inputs, inner, stride, OUTPUT_GATED);
+  OutputMode mode = m.gated_mlp ? OUTPUT_GATED : OUTPUT_STORE;
+  multiply_experts(routing, layer, &PackedMlp::gate_up, inputs, inner, stride, mode);
 
   const Matrix& down = layer.experts[0].down.parts[0];
   int64_t bytes = kernels_.input_bytes(down.format, down.columns, down.group);
   uint8_t* inner_inputs = arena_.take<uint8_t>(routing.num_pairs * bytes);
   each(routing.num_pairs, [&](int row, int) {
+    if (!m.gated_mlp)
+      kernels_.activate(inner + row * stride, m.expert_size, static_cast<Activation>(m.expert_activation));
     kernels_.prepare(down.format, down.columns, down.group, inner + row * stride, inner_inputs + row * bytes);
   });
   float* outputs = arena_.take<float>(static_cast<int64_t>(routing.num_pairs) * m.hidden_size);

@@ -65,14 +65,14 @@ enum RecurrentKind : int32_t {
   RECURRENT_NONE = 0, RECURRENT_CONVOLUTION = 1, RECURRENT_DELTA_NET = 2, RECURRENT_MAMBA2 = 3
 };
 
-// A recurrent mixer, in place of attention, between the products `qkv` and `output`; see
-// models/architecture/recurrent.py. A state is that of the convolution, (taps - 1, channels), and after it matrices,
+// A recurrent mixer, in place of attention or beside it; see models/architecture/recurrent.py. A state is that of the convolution, (taps - 1, channels), and after it matrices,
 // (heads, key_size, value_size padded to 16).
 struct Recurrent {
+  PackedLinear input, output;
   int32_t kind;                                    // RecurrentKind
   int32_t channels, taps;                          // of the convolution
   int32_t key_heads, heads, key_size, value_size;  // of the matrices; key heads are the groups of Mamba-2
-  // The first columns of the parts of qkv: the inputs of the convolution, z, beta and the decay. A short convolution's z
+  // The first columns of the parts of what `input` computes: the inputs of the convolution, z, beta and the decay. A short convolution's z
   // is c, and its b is at 0.
   int32_t inputs, z, beta, decay;
   int32_t queries, keys, values;  // the first channels of these
@@ -80,7 +80,8 @@ struct Recurrent {
   const float* weights;                              // (taps, channels): of the convolution
   const float* bias;                                 // (channels,) or null
   const float *key_scales, *query_scales;            // (key_size,): for RMS norms of a delta net's keys and queries
-  const float *decay_biases, *rates, *skips, *norm;  // (heads,), thrice; (value_size,), or (heads * value_size,)
+  const float *decay_biases, *rates, *skips;         // (heads,), thrice
+  const float* norm;                                 // (value_size,), or (heads * value_size,), or null
   int64_t state;  // from the start of a slot to the layer's state, in floats
 };
 
@@ -100,7 +101,7 @@ struct DecoderLayer {
   int32_t intermediate_size;
   KvLayout kv;
   int64_t kv_offset;  // from the start of a page to the layer's keys and values, or to those that it attends to
-  PackedLinear qkv, output;
+  PackedLinear qkv, output;  // of attention; or no parts
   Recurrent recurrent;
   PackedMlp mlp;        // no parts in layers that have only experts
   Norm mlp_inner_norm;  // of the MLP's output where there are experts beside it
@@ -158,6 +159,7 @@ struct DecoderModel {
   // For an MTP head: the input of fc is instead the embedding after a norm and, beside it, features or hidden states
   // after another; or none.
   Norm embedding_norm, hidden_norm;
+  int32_t continues_after_norm;  // whether a step's hidden_out is x after the last norm
   // Only the first num_logits rows are multiplied, of a tied embedding that may have more. No parts: it is elsewhere.
   PackedLinear head;
   Norm norm;
@@ -222,7 +224,7 @@ struct Step {
   // have `hidden` if the layers before are computed elsewhere, and their `hidden_out` is the input of the layers after.
   const float* features_in;  // (T, num_features * hidden_size): features of the target model
   const float* hidden;       // (T, hidden_size): the output of the previous step, or of the layers before
-  float* hidden_out;         // (num_sampled, hidden_size): x after the last layer; or null
+  float* hidden_out;         // (num_sampled, hidden_size): x after the last layer, or after the last norm; or null
   const int32_t* adapters;   // (T,): the slot of each token's adapter, 0: none; or null: no token has one
   StateRows states;          // of the R rows, if the model has recurrent layers
 

@@ -1,5 +1,6 @@
-// Runs the recurrent mixer of a layer. A row's convolution reads its inputs of this step and the last ones before it;
-// then the states of convolutions advance, and the matrices are scanned, some columns of a head at a time.
+// Runs the recurrent mixer of a layer, which reads what attention would. A row's convolution reads its inputs of this
+// step and the last ones before it; then the states of convolutions advance, and the matrices are scanned, some columns
+// of a head at a time.
 #include <cmath>
 #include <cstring>
 
@@ -52,18 +53,22 @@ void write_tail(const Recurrent& mixer, const RecurrentInputs& inputs, int64_t f
 
 void StepRun::recur(const DecoderLayer& layer, int index) {
   const Recurrent& mixer = layer.recurrent;
-  RecurrentInputs inputs = {qkv_, qkv_size_, mixer.inputs, mixer.beta, mixer.decay};
+  Prepared prepared = prepare(mixer.input, x_, model_.hidden_size, num_rows_, layer.attention_norm);
+  spent_on(STAGE_NORM);
+  product(mixer.input, prepared, read_, read_size_, OUTPUT_STORE);
+  spent_on(STAGE_QKV);
+  RecurrentInputs inputs = {read_, read_size_, mixer.inputs, mixer.beta, mixer.decay};
   int values = mixer.heads * mixer.value_size;
   if (mixer.kind == RECURRENT_CONVOLUTION)
     each(step_.num_tokens, [&](int token, int) {
-      float* read = qkv_ + static_cast<int64_t>(token) * qkv_size_;
+      float* read = read_ + static_cast<int64_t>(token) * read_size_;
       kernels_.multiply(read + mixer.inputs, read, mixer.channels);
     });
   keep_uncertain(mixer, inputs, index);
-  advance(mixer, inputs, step_.states, mixed_, query_size_);
+  advance(mixer, inputs, step_.states, recurred_, recurred_size_);
   each(step_.num_tokens, [&](int token, int) {
-    float* mixed = mixed_ + static_cast<int64_t>(token) * query_size_;
-    const float* z = qkv_ + static_cast<int64_t>(token) * qkv_size_ + mixer.z;
+    float* mixed = recurred_ + static_cast<int64_t>(token) * recurred_size_;
+    const float* z = read_ + static_cast<int64_t>(token) * read_size_ + mixer.z;
     auto norm_parts = [&](int size, int norms) {
       for (int i = 0; i < values / size; i++) {
         float* at = mixed + i * size;
@@ -77,9 +82,14 @@ void StepRun::recur(const DecoderLayer& layer, int index) {
         return kernels_.gated(z, mixed, values, ACTIVATION_SILU, mixed);
       default:
         kernels_.gated(z, mixed, values, ACTIVATION_SILU, mixed);
-        return norm_parts(values / mixer.key_heads, mixer.key_heads);
+        if (mixer.norm) norm_parts(values / mixer.key_heads, mixer.key_heads);
     }
   });
+}
+
+void StepRun::add_recurrent(const Recurrent& mixer, float* out, OutputMode mode) {
+  Prepared inputs = prepare(mixer.output, recurred_, recurred_size_, num_rows_, Norm{});
+  product(mixer.output, inputs, out, model_.hidden_size, mode);
 }
 
 // Keeps what the layer reads of tokens that are not certain, until the next step begins.

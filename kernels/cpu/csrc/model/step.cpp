@@ -17,11 +17,9 @@ int head_rows(const Step& step, int begin) {
   return left < HEAD_ROWS ? left : HEAD_ROWS;
 }
 
-bool attends(const DecoderLayer& layer) { return layer.qkv.num_parts && !layer.recurrent.kind; }
-
 // Whether the attention of two layers is divided alike.
 bool have_same_plan(const DecoderLayer& one, const DecoderLayer& other) {
-  return attends(one) && one.window == other.window && one.kv.kv_heads == other.kv.kv_heads &&
+  return one.qkv.num_parts && one.window == other.window && one.kv.kv_heads == other.kv.kv_heads &&
          one.kv.head_dim == other.kv.head_dim;
 }
 
@@ -96,7 +94,7 @@ void StepRun::begin() {
     keep_wanted_rows(false);
   }
   if (step_.num_vectors > 0) pool();
-  if (step_.hidden_out) copy_rows(x_, step_.num_sampled, step_.hidden_out, model_.hidden_size);
+  if (step_.hidden_out) give_hidden();
   if (num_logits() == 0) return;
   lay_out_head();
   multiply_head(0);
@@ -122,7 +120,7 @@ void StepRun::lay_out() {
   first_without_kv_ = m.num_layers;
   auto keeps = [&](const DecoderLayer& layer) { return layer.has_kv || layer.recurrent.kind; };
   while (first_without_kv_ > 0 && !keeps(m.layers[first_without_kv_ - 1])) first_without_kv_--;
-  int64_t widest_qkv = 0, widest_query = 0, widest_head = 0;
+  int64_t widest_qkv = 0, widest_query = 0, widest_head = 0, widest_read = 0, widest_recurred = 0;
   int64_t inner = m.intermediate_size > m.shared_size ? m.intermediate_size : m.shared_size;
   inner_ = arena_.take<float>(tokens * ((inner + LANES - 1) / LANES * LANES));
   int64_t widest_row = m.hidden_size, inputs = widest_input(kernels_, m.input_linear, widest_input(kernels_, m.head, 0));
@@ -138,6 +136,8 @@ void StepRun::lay_out() {
     take_sizes(layer);
     widest_qkv = qkv_size_ > widest_qkv ? qkv_size_ : widest_qkv;
     widest_query = query_size_ > widest_query ? query_size_ : widest_query;
+    widest_read = read_size_ > widest_read ? read_size_ : widest_read;
+    widest_recurred = recurred_size_ > widest_recurred ? recurred_size_ : widest_recurred;
     widest_row = kv_size_ > widest_row ? kv_size_ : widest_row;
     const Latent& latent = layer.latent;
     int64_t query = latent.rotary + latent.unrotated, wider = query > latent.value_size ? query : latent.value_size;
@@ -145,6 +145,7 @@ void StepRun::lay_out() {
     const PackedLinear* linears[] = {&layer.qkv, &layer.output, &layer.mlp.gate_up, &layer.mlp.down, &layer.router,
                                      &layer.shared.gate_up, &layer.shared.down, &layer.shared_gate,
                                      &layer.input_gate, &layer.input_projection, &latent.query,
+                                     &layer.recurrent.input, &layer.recurrent.output,
                                      layer.experts ? &layer.experts->gate_up : &layer.router};
     for (const PackedLinear* linear : linears) {
       inputs = widest_input(kernels_, *linear, inputs);
@@ -155,6 +156,8 @@ void StepRun::lay_out() {
   }
   qkv_ = arena_.take<float>(tokens * widest_qkv);
   mixed_ = arena_.take<float>(tokens * widest_query);
+  read_ = arena_.take<float>(tokens * widest_read);
+  recurred_ = arena_.take<float>(tokens * widest_recurred);
   queries_ = widest_head ? arena_.take<float>(tokens * widest_query) : nullptr;
   heads_ = arena_.take<float>(tokens * m.num_heads * widest_head);
   for (int i = 0; i < 3; i++) inputs_[i] = i < most_parts ? arena_.take<uint8_t>(tokens * inputs) : nullptr;
@@ -192,7 +195,7 @@ void StepRun::find_pages() {
   plan_layers(0);
   int64_t room = 0;
   for (int i = 0; i < model_.num_layers; i++) {
-    if (!attends(model_.layers[i])) continue;
+    if (!model_.layers[i].qkv.num_parts) continue;
     const KvLayout& kv = model_.layers[i].kv;
     PagedAttention attention = {kv, nullptr, model_.num_heads, 0, 0, 0, 0, nullptr, nullptr, 0, nullptr, 0};
     int64_t needed = kernels_.attention_scratch(attention);
@@ -205,7 +208,7 @@ void StepRun::find_pages() {
 void StepRun::plan_layers(int first) {
   int64_t partials = 0;
   for (int i = first; i < model_.num_layers; i++) {
-    if (!attends(model_.layers[i])) continue;
+    if (!model_.layers[i].qkv.num_parts) continue;
     int same = first;
     while (!have_same_plan(model_.layers[same], model_.layers[i])) same++;
     plans_[i] = same < i ? plans_[same] : plan_attention(model_.layers[i]);
@@ -247,6 +250,16 @@ void StepRun::record(int layer) {
       norm(model_.norm, to + row * stride, model_.hidden_size, to + row * stride);
     });
   }
+}
+
+// Copies what the next step of a draft head, or the next stage, continues from.
+void StepRun::give_hidden() {
+  copy_rows(x_, step_.num_sampled, step_.hidden_out, model_.hidden_size);
+  if (!model_.continues_after_norm) return;
+  each(step_.num_sampled, [&](int row, int) {
+    float* at = step_.hidden_out + static_cast<int64_t>(row) * model_.hidden_size;
+    norm(model_.norm, at, model_.hidden_size, at);
+  });
 }
 
 // Copies contiguous rows of x to rows that are `stride` apart.

@@ -81,6 +81,7 @@ class StepRun {
   void plan_layers(int first);
   void find_angles();
   void record(int layer);
+  void give_hidden();
   void copy_rows(const float* x, int rows, float* out, int64_t stride);
   void lay_out_head();
   void multiply_head(int begin);
@@ -103,9 +104,11 @@ class StepRun {
   void write_kv(const DecoderLayer& layer, uint8_t* page, int slot, int tokens, const float* keys, float* values);
   void attend(const DecoderLayer& layer, uint8_t* pages);
   const int32_t* wanted_slots(int wanted);
+  float* wanted_rows(const float* rows, int64_t size);
   void keep_wanted_rows(bool has_mixed);
   void keep_wanted_queries(int index);
-  void add_attention(const DecoderLayer& layer);
+  void add_mixers(const DecoderLayer& layer);
+  void add_attention(const DecoderLayer& layer, float* out, OutputMode mode);
   void feed_forward(const DecoderLayer& layer);
   void add_layer_input(const DecoderLayer& layer, int index);
   void norm_rows(const Norm& norm, float* x);
@@ -120,6 +123,7 @@ class StepRun {
 
   // model/recurrent.cpp
   void recur(const DecoderLayer& layer, int index);
+  void add_recurrent(const Recurrent& mixer, float* out, OutputMode mode);
   void keep_uncertain(const Recurrent& mixer, const RecurrentInputs& inputs, int index);
   void advance(const Recurrent& mixer, const RecurrentInputs& inputs, const StateRows& rows, float* out,
                int64_t out_stride);
@@ -185,9 +189,11 @@ class StepRun {
   bool only_wanted_ = false;  // whether they are the requested ones
   bool ends_in_feature_ = false;  // whether x after the last norm is requested of every token
   int first_without_kv_;      // from this layer on, none has keys and values of its own
-  int num_kv_heads_, head_dim_, query_size_, kv_size_, qkv_size_;  // of the current layer
+  // Of the current layer; 0 for attention or a recurrent mixer that it does not have.
+  int num_kv_heads_, head_dim_, query_size_, kv_size_, qkv_size_, read_size_, recurred_size_;
   float *embeddings_, *joined_;  // for a draft head
   float *x_, *qkv_, *mixed_, *delta_, *gate_up_, *inner_;
+  float *read_, *recurred_;  // what a recurrent mixer's first linear writes, and what its last one reads
   float *queries_, *heads_;  // with latent attention: queries of the vectors that it caches; queries before, values after
   float** row_room_;  // per thread: room for one row of any kind
   int64_t row_floats_;
