@@ -251,3 +251,5 @@ def test_gated_norm(gates_first, dtype, device):
     parts, factors = x.view(5, 3, 20), functional.silu(gates[:, 4:64].float()).view(5, 3, 20)
     expected = rms_norm(parts * factors, weight, 1e-5) if gates_first else rms_norm(parts, weight, 1e-5) * factors
     assert_close(y.float(), expected.flatten(1), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    gated_norm(replace(shape, weights=0), x, gates, None, y)
+    assert_close(y.float(), (parts * factors).flatten(1), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

@@ -292,6 +292,8 @@ def backend(request: pytest.FixtureRequest) -> str:
         request.getfixturevalue("cpu_library")
     if request.param == "cuda":
         pytest.importorskip("triton")
+        if "nemotron-3" in request.node.name:
+            pytest.skip("there are no kernels for experts without a gate")
     return str(request.param)
 
 
