@@ -97,15 +97,8 @@ async def test_turns_of_conversations_with_a_hybrid(
     assert drafted > accepted
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "changes",
-    [{"first_k_dense_replace": 3}, {"n_routed_experts": 4, "num_experts_per_tok": 2}],
-    ids=["dense", "experts"],
-)
-def test_drafts_on_gpus(build_mtp_model, mtp_config, prompts, tmp_path, changes):
+def check_on_gpu(model, mtp_config, prompts):
     pytest.importorskip("triton")
-    model = build_mtp_model(tmp_path, **changes)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     few = {"max_num_seqs": 2, "max_model_len": 64, "kv_cache_bytes": 1 << 20}
     runner, watched = start(mtp_config(model, "cuda", device=device, **few))
@@ -114,3 +107,20 @@ def test_drafts_on_gpus(build_mtp_model, mtp_config, prompts, tmp_path, changes)
     assert watched.proposed
     for history, most, drafts, sampling in watched.proposed:
         assert drafts == model.drafts(history, most, sampling)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "changes",
+    [{"first_k_dense_replace": 3}, {"n_routed_experts": 4, "num_experts_per_tok": 2}],
+    ids=["dense", "experts"],
+)
+def test_drafts_on_gpus(build_mtp_model, mtp_config, prompts, tmp_path, changes):
+    check_on_gpu(build_mtp_model(tmp_path, **changes), mtp_config, prompts)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mtp_model", ["qwen3-next"], indirect=True)
+def test_drafts_for_a_hybrid_on_gpus(mtp_model, mtp_config, prompts):
+    """Its head has a gate after attention."""
+    check_on_gpu(mtp_model, mtp_config, prompts)

@@ -93,8 +93,8 @@ def answers(
 def few_rows(prompt: list[int]) -> list[AddedRow]:
     """Of 5 and 14 tokens."""
     return [
-        AddedRow(0, 0, prompt[:5], 5, 0, [0, 1], SAMPLINGS[0], max_drafts=8),
-        AddedRow(1, 0, prompt[:14], 14, 0, [2, 3], SAMPLINGS[1], max_drafts=8),
+        AddedRow(0, 0, prompt[:5], 5, 0, [0, 1], SAMPLINGS[0], max_drafts=8, state_slot=0),
+        AddedRow(1, 0, prompt[:14], 14, 0, [2, 3], SAMPLINGS[1], max_drafts=8, state_slot=1),
     ]
 
 
