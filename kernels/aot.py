@@ -86,7 +86,10 @@ def _lora_variants(shape: ModelShape) -> Iterator[KernelVariant]:
     for kind in shape.kinds:
         query, kv = kind.num_heads * kind.head_dim, kind.num_kv_heads * kind.head_dim
         num_kv = 0 if not kind.has_kv else 1 if kind.values_are_keys else 2
-        linears = [(kind.hidden_size, tuple(query + kv * n for n in range(num_kv + 1))), (query, (kind.hidden_size,))]
+        ends = tuple(kv * number for number in range(1, num_kv + 1))
+        if not kind.gated_attention:  # with it, queries have no adapters
+            ends = query, *(query + end for end in ends)
+        linears = [(kind.hidden_size, ends), (query, (kind.hidden_size,))]
         if kind.intermediate_size is not None:
             inner = kind.intermediate_size
             linears += [(kind.hidden_size, (inner, 2 * inner)), (inner, (kind.hidden_size,))]

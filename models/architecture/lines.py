@@ -266,7 +266,7 @@ RECURRENT = frozenset(
     }
 )
 """The architectures with recurrent layers."""
-NOT_ON_CUDA = LATENT | {"FalconH1ForCausalLM"}
+NOT_ON_CUDA = LATENT
 """The architectures that the CUDA backend does not have: on a GPU, plain torch computes them."""
 
 COLUMNS = ("line", "architectures", "GGUF", "on cuda", "tools, reasoning", "not served")

@@ -264,8 +264,6 @@ def _candidates(config: WorkerConfig, info: CheckpointInfo) -> list[str]:
 
 
 def _not_on_cuda(spec: ModelSpec) -> str | None:
-    if spec.attends_beside_recurrent:
-        return "layers with attention and a recurrent mixer side by side"
     return "experts without a gate" if spec.experts is not None and not spec.gated_mlp else None
 
 

@@ -1,4 +1,4 @@
-"""The gated norm after a recurrent layer's scan. A program computes one head, or one group of heads, of a token."""
+"""The gate after a recurrent layer's scan, and its norm. A program computes one head, or one group, of a token."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -27,8 +27,9 @@ def _gated_norm(
     gate *= tl.sigmoid(gate)
     if GATES_FIRST:
         value *= gate
-    value *= tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + EPS)
-    value *= tl.load(weight + (part % WEIGHTS) * WIDTH + columns, mask=inside, other=0.0)
+    if weight is not None:
+        value *= tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + EPS)
+        value *= tl.load(weight + (part % WEIGHTS) * WIDTH + columns, mask=inside, other=0.0)
     if not GATES_FIRST:
         value *= gate
     tl.store(y + token * (PARTS * WIDTH) + part * WIDTH + columns, value.to(y.dtype.element_ty), mask=inside)
@@ -48,7 +49,7 @@ class GatedNormShape:
     width: int
     """The columns of a part."""
     weights: int
-    """The rows of the weight: one for each part, or one for all."""
+    """The rows of the weight: one for each part, or one for all; 0: there is no norm, only the gate."""
     gates_first: bool
     """Whether the gate precedes the norm."""
     eps: float
@@ -60,7 +61,12 @@ def gated_norm_variant(shape: GatedNormShape) -> KernelVariant:
     block = triton.next_power_of_2(shape.width)
     return KernelVariant(
         _gated_norm,
-        {"x": torch.float32, "gates": shape.dtype, "weight": torch.float32, "y": shape.dtype},
+        {
+            "x": torch.float32,
+            "gates": shape.dtype,
+            "weight": torch.float32 if shape.weights else None,
+            "y": shape.dtype,
+        },
         {
             "COLUMNS": shape.columns, "FIRST": shape.first, "PARTS": shape.parts, "WIDTH": shape.width,
             "WEIGHTS": shape.weights, "GATES_FIRST": shape.gates_first, "EPS": shape.eps, "BLOCK": block,
@@ -69,8 +75,9 @@ def gated_norm_variant(shape: GatedNormShape) -> KernelVariant:
     )  # fmt: skip
 
 
-def gated_norm(shape: GatedNormShape, x: Tensor, gates: Tensor, weight: Tensor, y: Tensor) -> None:
-    """y = norm(x) weight silu(z), or norm(x silu(z)) weight, with the RMS norm of each part.
+def gated_norm(shape: GatedNormShape, x: Tensor, gates: Tensor, weight: Tensor | None, y: Tensor) -> None:
+    """y = norm(x) weight silu(z), or norm(x silu(z)) weight, with the RMS norm of each part; without a weight, y = x
+    silu(z).
 
     ``x`` is (T, parts * width) in fp32, ``gates`` (T, columns) has z from column ``first`` on, ``weight`` is (weights,
     width) in fp32, and ``y`` is (T, parts * width).
@@ -78,6 +85,7 @@ def gated_norm(shape: GatedNormShape, x: Tensor, gates: Tensor, weight: Tensor, 
     tokens, _ = x.shape
     check(x, (tokens, shape.parts * shape.width), torch.float32)
     check(gates, (tokens, shape.columns), shape.dtype)
-    check(weight, (shape.weights, shape.width), torch.float32)
+    if weight is not None:
+        check(weight, (shape.weights, shape.width), torch.float32)
     check(y, x.shape, shape.dtype)
     gated_norm_variant(shape).launch((tokens, shape.parts), x, gates, weight, y)

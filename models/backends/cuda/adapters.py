@@ -69,6 +69,10 @@ class CudaAdapters(TorchAdapters):
         return self._num_tiles > 0
 
     def add(self, matrices: SlotMatrices, x: Tensor, y: Tensor) -> None:
-        assert matrices.start == 0, "there are no kernels for models with gated attention"
         tiles = LoraTiles(self._tiles.tokens[: self._num_tiles * TILE], self._tiles.slots[: self._num_tiles])
-        add_lora(x, matrices.a, matrices.b, matrices.ends, tiles, y)
+        # With gated attention, only keys and values have adapters, and are a copy for the kernels.
+        part = y[:, matrices.start : matrices.start + matrices.ends[-1]]
+        out = part.contiguous()
+        add_lora(x, matrices.a, matrices.b, matrices.ends, tiles, out)
+        if out is not part:
+            part.copy_(out)

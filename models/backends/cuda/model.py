@@ -190,8 +190,9 @@ class CudaModel:
                 assert self._recurrent is not None
                 assert places.states is not None
                 out, after = self._recurrent.mix(index, y, places.states, longest), layer.after_attention
-            elif has_mixer:
-                out = self._attend(index, layer, y, places, attend, queries[head_dim], outputs[head_dim])
+            if spec.attends(index):
+                attended = self._attend(index, layer, y, places, attend, queries[head_dim], outputs[head_dim])
+                out = attended if layer.recurrent is None else out + attended
                 after = layer.after_attention
             if spec.is_parallel:
                 y = y if layer.before_mlp is unchanged else layer.before_mlp(x)

@@ -71,7 +71,7 @@ def recurrent_shape(mixer: RecurrentMixer, hidden_size: int, dtype: torch.dtype,
             )  # fmt: skip
             norm = GatedNormShape(
                 dtype=dtype, columns=columns, first=0, parts=mixer.num_groups, width=mixer.values // mixer.num_groups,
-                weights=mixer.num_groups, gates_first=True, eps=mixer.eps,
+                weights=mixer.num_groups if mixer.normed else 0, gates_first=True, eps=mixer.eps,
             )  # fmt: skip
             return RecurrentShape(convolution=convolution(mixer.values), scan=scanned, norm=norm, products=products)
 
@@ -117,7 +117,7 @@ class ScanWeights:
     """(heads,); ``rates`` and ``skips`` likewise."""
     rates: Tensor
     skips: Tensor | None
-    norm: Tensor
+    norm: Tensor | None
     """(1, head size), or (groups, the columns of a group)."""
 
 
@@ -163,7 +163,6 @@ def _make_mixer(layer: RecurrentLayer, shape: RecurrentShape, state: LayerState)
             norm = layer.norm.view(1, -1)
             weights = ScanWeights(layer.weight, None, layer.dt_bias, layer.rates, None, norm)
         case Mamba2Layer():
-            assert layer.norm is not None, "only Falcon-H1 lacks it, and is refused"
             weights = ScanWeights(layer.weight, layer.bias, layer.dt_bias, layer.rates, layer.skips, layer.norm)
         case _:
             raise AssertionError(f"there is no such mixer: {type(layer).__name__}")

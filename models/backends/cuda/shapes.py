@@ -75,7 +75,7 @@ def shape_of(
 
 def _with_kinds(spec: ModelSpec, shape: ModelShape) -> ModelShape:
     """Returns the shape with the sizes of the layers that have attention."""
-    attending = [layer for layer in range(spec.num_layers) if spec.has_mixer(layer) and spec.recurrent[layer] is None]
+    attending = filter(spec.attends, range(spec.num_layers))
     first, *others = dict.fromkeys(_kind_of(spec, layer, shape) for layer in attending)
     # Kinds that differ only in their window are one.
     kinds: dict[ModelShape, tuple[int | None, ...]] = {replace(kind, windows=()): () for kind in (first, *others)}

@@ -285,13 +285,16 @@ def typical_hybrid(request: pytest.FixtureRequest, hybrid: Callable[[str], Any])
     return hybrid(request.param)
 
 
-@pytest.fixture(params=["reference", "cpu", pytest.param("cuda", marks=pytest.mark.soak)])
+@pytest.fixture(params=["reference", "cpu"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Each that runs recurrent layers, in turn; that for GPUs takes long in Triton's interpreter."""
+    """Each that runs recurrent layers, in turn. Tests that name them may add the one for GPUs, only for ``TYPICAL``
+    models, since it takes minutes in Triton's interpreter."""
     if request.param == "cpu":
         request.getfixturevalue("cpu_library")
     if request.param == "cuda":
         pytest.importorskip("triton")
+        if request.node.callspec.params["typical_hybrid"] not in TYPICAL:
+            pytest.skip("it takes minutes")
     return str(request.param)
 
 

@@ -15,6 +15,7 @@ GREEDY = SamplingParams(temperature=0.0)
 NUM_TOKENS = 24
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.soak)], indirect=True)
 async def test_turns_of_conversations(typical_hybrid, backend, in_process, start_engine, prompts, check_greedy):
     """Each turn computes its own tokens, and at most a block of those before."""
     executor = in_process(typical_hybrid.path, backend=backend)

@@ -55,8 +55,15 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 8,
         },
     ),
+    "mamba-beside-attention": (
+        "FalconH1Config",
+        {
+            **SMALLER, "head_dim": 16, "mamba_d_ssm": 24, "mamba_n_heads": 2, "mamba_d_head": 12, "mamba_d_state": 8,
+            "mamba_n_groups": 1, "mamba_chunk_size": 16, "attention_in_multiplier": 0.8, "ssm_out_multiplier": 1.2,
+        },
+    ),
 }  # fmt: skip
-"""Models of two layers, one for each kind of mixer."""
+"""Models of two layers, one for each kind of mixer, and one with both in each layer."""
 MAX_DRAFTS = 3
 SIZES = {
     "max_num_seqs": MAX_NUM_SEQS, "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 8 << 20, "uses_predictions": False,
@@ -81,7 +88,9 @@ def graphs(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("graphs")
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name == "mamba-beside-attention" else name for name in TINY]
+)
 def test_rows_of_tiny_models(name, tmp_path, build_model, rows, check_greedy, prompt):
     """A prompt in chunks with a snapshot inside one; another row goes on from it, beside one that decodes; then drafts
     of which some are right, over a border whose state a third row needs; then a row with a grammar."""
@@ -115,6 +124,17 @@ def test_rows_of_tiny_models(name, tmp_path, build_model, rows, check_greedy, pr
     for finish in [constrained(play, 0), constrained(play, 0)]:
         truth += finish().token_ids
     check_greedy(model, prompt, truth)
+
+
+@pytest.mark.soak
+def test_every_hybrid(any_hybrid, rows, check_greedy, prompt):
+    """All that the backend has, with whatever lies between their recurrent layers."""
+    spec = check_checkpoint(any_hybrid.path).spec
+    if spec.experts is not None and not spec.gated_mlp:
+        pytest.skip("there are no kernels for experts without a gate")
+    play = rows(any_hybrid.path, backend="cuda", device=DEVICE, **SIZES)
+    tokens = play.begin(play.row(0, prompt[:19], slot=0), 7).token_ids + play.decode(0, 3)
+    check_greedy(any_hybrid, prompt[:19], tokens)
 
 
 class Anything:

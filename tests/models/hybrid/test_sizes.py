@@ -158,13 +158,9 @@ def test_what_does_not_work_with_states_is_refused(hybrid, worker_config, change
         load_backend(config)
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [("falcon-h1", "attention and a recurrent mixer side by side"), ("nemotron-3", "experts without a gate")],
-)
-def test_parts_without_kernels_on_gpus_are_named(hybrid, worker_config, name, says):
-    with pytest.raises(ModelError, match=says):
-        load_backend(worker_config(hybrid(name).path, backend="cuda"))
+def test_experts_without_a_gate_are_refused_on_gpus(hybrid, worker_config):
+    with pytest.raises(ModelError, match="experts without a gate, for which there are no kernels yet"):
+        load_backend(worker_config(hybrid("nemotron-3").path, backend="cuda"))
 
 
 def test_a_quantised_checkpoint_is_refused(hybrid, worker_config, monkeypatch):

@@ -7,6 +7,10 @@ import pytest
 from penstock.models.backends.cpu import backend as cpu_backend
 from penstock.scheduler.plan import NO_SLOT, AddedRow, Chunk, Decode, SamplingParams, StateSnapshot
 
+ON_ALL = pytest.mark.parametrize(
+    "backend", ["reference", "cpu", pytest.param("cuda", marks=pytest.mark.soak)], indirect=True
+)
+
 
 @pytest.fixture
 def play(typical_hybrid, backend, rows):
@@ -14,6 +18,7 @@ def play(typical_hybrid, backend, rows):
     return rows(typical_hybrid.path, backend=backend)
 
 
+@ON_ALL
 def test_a_snapshot_inside_a_chunk_and_at_its_end(typical_hybrid, play, check_greedy, prompt):
     named = [StateSnapshot(0, 16, 5), StateSnapshot(0, 48, 6), StateSnapshot(0, 64, 7)]
     first = play.begin(play.row(0, prompt, slot=0), 40, 48, snapshots=named)
@@ -27,6 +32,7 @@ def test_a_snapshot_inside_a_chunk_and_at_its_end(typical_hybrid, play, check_gr
     assert result.token_ids + play.decode(4, 11) == truth
 
 
+@ON_ALL
 def test_a_snapshot_that_a_decoding_row_passes(typical_hybrid, play, check_greedy, prompt):
     truth = play.begin(play.row(0, prompt, slot=0)).token_ids
     truth += play.decode(0, 20, [StateSnapshot(0, 80, 6)])
@@ -36,6 +42,7 @@ def test_a_snapshot_that_a_decoding_row_passes(typical_hybrid, play, check_greed
     assert result.token_ids + play.decode(1, 5) == truth[8:14]
 
 
+@ON_ALL
 @pytest.mark.parametrize("num_right", [0, 3, 4, 5, 8])
 def test_drafts_around_a_border(typical_hybrid, play, check_greedy, prompt, num_right):
     """The row is at position 75, and the border is at 80. What is saved there is the state of accepted tokens."""
@@ -55,6 +62,7 @@ def test_drafts_around_a_border(typical_hybrid, play, check_greedy, prompt, num_
     assert result.token_ids + play.decode(2, 5) == truth[9:15]
 
 
+@ON_ALL
 def test_rows_with_drafts_chunks_and_single_tokens_in_one_step(typical_hybrid, play, check_greedy, prompt):
     """A row that is dropped gives its slot to another in the same plan."""
     prompts = [prompt, prompt[:31], prompt[5:60], prompt[::-1]]
