@@ -1,5 +1,5 @@
-"""The recurrent mixers of a layer, as data: they keep a state of a fixed size in place of keys and values. Reads their
-fields of a config. Does not depend on tensors or files."""
+"""The recurrent mixers of a layer, as data: they keep a state of a fixed size in place of keys and values, or beside
+them. Reads their fields of a config. Does not depend on tensors or files."""
 
 import math
 from collections.abc import Iterator

@@ -138,7 +138,7 @@ def test_every_route_is_walked(gateway):
     assert paths == {*ASKED, "/ping", "/v1/responses/{response_id}/cancel"}  # which answer whatever is sent
 
 
-LIKE_OTHERS = ("/v1/classify", "/v1/embeddings", "/v1/messages/count_tokens", "/v1/score")
+LIKE_OTHERS = ("/v1/classify", "/v1/completions", "/v1/embeddings", "/v1/messages/count_tokens", "/v1/score")
 """Routes whose bodies take the same path as those of another one."""
 
 

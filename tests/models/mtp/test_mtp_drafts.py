@@ -31,9 +31,10 @@ EXPERTS = {
 }  # fmt: skip
 
 
-@pytest.fixture(
-    scope="module", params=["tied", "untied", "latent", "qwen3-next", pytest.param("qwen3.5", marks=pytest.mark.soak)]
-)
+SOAKED = [pytest.param(name, marks=pytest.mark.soak) for name in ("untied", "qwen3.5")]
+
+
+@pytest.fixture(scope="module", params=["tied", "latent", "qwen3-next", *SOAKED])
 def mtp_model(request, build_mtp_model, mtp_kinds, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     glm, qwen = mtp_kinds
