@@ -27,7 +27,7 @@ from penstock.v1 import Model, RenderChatResponse
 T = TypeVar("T")
 
 
-class _LoopThread:
+class LoopThread:
     """An event loop on a daemon thread."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class _LoopThread:
 class SyncRequestStream:
     """One request as events. Leaving ``with`` or the loop before the end cancels it."""
 
-    def __init__(self, request: RequestStream, thread: _LoopThread, owner: "Client") -> None:
+    def __init__(self, request: RequestStream, thread: LoopThread, owner: "Client") -> None:
         self._request = request
         self._thread = thread
         self._owner = owner  # a client without references is closed
@@ -147,7 +147,7 @@ class Client:
     def __init__(self, target: str = DEFAULT_TARGET, *, api_key: str | None = None, tls: Tls | None = None) -> None:
         self.target = target
         self._client = AsyncClient(target, api_key=api_key, tls=tls)
-        self._thread = _LoopThread()
+        self._thread = LoopThread()
         # Without close(), the thread ends with the object or with the program.
         self._close = weakref.finalize(self, self._thread.end, self._client.close)
 

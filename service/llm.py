@@ -8,7 +8,6 @@ with LLM("demo", max_model_len=2048) as llm:
 import asyncio
 import weakref
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, Self, Unpack, cast
 
@@ -19,6 +18,7 @@ from penstock.clients.client import AsyncClient
 from penstock.clients.errors import PenstockError
 from penstock.clients.events import Completion
 from penstock.clients.requests import Options, Prompt
+from penstock.clients.sync_client import LoopThread
 from penstock.service.app.embedded import local_service
 
 _CONCURRENCY = 256
@@ -37,6 +37,9 @@ class LLM:
         resources = ExitStack()
         self.target: str | None = resources.enter_context(local_service(model, **flags))
         """The service's address, for a client of your own; None once it is closed."""
+        # A thread of its own, since a notebook already runs a loop in the caller's.
+        self._thread, self._client = LoopThread(), AsyncClient(self.target)
+        resources.callback(self._thread.end, self._client.close)
         self._close = weakref.finalize(self, resources.close)
 
     def __enter__(self) -> Self:
@@ -78,28 +81,26 @@ class LLM:
         self.target = None
         self._close()
 
-    async def _answer(self, prompts: Sequence[Prompt], options: Options, progress: bool) -> list[Completion]:
+    def _run(self, answers: Coroutine[Any, Any, list[Completion]]) -> list[Completion]:
         if self.target is None:
+            answers.close()
             raise PenstockError("the model is closed")
+        return self._thread.run(answers)
+
+    async def _answer(self, prompts: Sequence[Prompt], options: Options, progress: bool) -> list[Completion]:
         turn = asyncio.Semaphore(_CONCURRENCY)
-        async with AsyncClient(self.target) as client:
-            await client.wait_ready()  # on a busy machine connecting may take long
-            with tqdm(total=len(prompts), unit=" answers", disable=not progress) as bar:
+        await self._client.wait_ready()  # on a busy machine connecting may take long
+        with tqdm(total=len(prompts), unit=" answers", disable=not progress) as bar:
 
-                async def answer(prompt: Prompt) -> Completion:
-                    async with turn:
-                        completion = await client.complete(prompt, **options)
-                    bar.update()
-                    return completion
+            async def answer(prompt: Prompt) -> Completion:
+                async with turn:
+                    completion = await self._client.complete(prompt, **options)
+                bar.update()
+                return completion
 
-                return await asyncio.gather(*map(answer, prompts))
-
-    @staticmethod
-    def _run(answers: Coroutine[Any, Any, list[Completion]]) -> list[Completion]:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return asyncio.run(answers)
-        # A notebook already runs a loop in this thread.
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(asyncio.run, answers).result()
+            answers = [asyncio.ensure_future(answer(prompt)) for prompt in prompts]
+            try:
+                return await asyncio.gather(*answers)
+            finally:  # after the first failure, nobody waits for the others
+                for each in answers:
+                    each.cancel()
