@@ -101,6 +101,6 @@ class LLM:
             answers = [asyncio.ensure_future(answer(prompt)) for prompt in prompts]
             try:
                 return await asyncio.gather(*answers)
-            finally:  # after the first failure, nobody waits for the others
+            finally:  # after the first failure, the others are of no use
                 for each in answers:
                     each.cancel()
