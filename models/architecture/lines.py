@@ -219,7 +219,9 @@ GGUF = {
 }
 """The family, by llama.cpp's name, of an architecture whose GGUF files can be loaded."""
 
-PLAIN_ON_CUDA = frozenset(
+LATENT = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"})
+"""The architectures with latent attention."""
+PLAIN_ON_CUDA = LATENT | frozenset(
     {
         "ArceeForCausalLM",
         "Cohere2ForCausalLM",
@@ -246,8 +248,6 @@ PLAIN_ON_CUDA = frozenset(
 )
 """The architectures with parts for which the CUDA backend has no kernels."""
 
-LATENT = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"})
-"""The architectures with latent attention."""
 RECURRENT = frozenset(
     {
         "GraniteMoeHybridForCausalLM",
@@ -262,7 +262,7 @@ RECURRENT = frozenset(
     }
 )
 """The architectures with recurrent layers."""
-NOT_ON_CUDA = LATENT | RECURRENT
+NOT_ON_CUDA = RECURRENT
 """The architectures that the CUDA backend does not have: on a GPU, plain torch computes them."""
 
 COLUMNS = ("line", "architectures", "GGUF", "on cuda", "tools, reasoning", "not served")

@@ -22,8 +22,9 @@ from penstock.kernels.cuda.step import StepTensors
 from penstock.kernels.reference.ops import rotate, soft_cap
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.architecture.spec_parts import NormKind, NoRope, QkNorm, Scoring
+from penstock.models.architecture.spec_parts import Experts, NormKind, NoRope, QkNorm, Scoring
 from penstock.models.backends.cuda.attention import ModelAttention
+from penstock.models.backends.cuda.latent import expand_latents, write_latents
 from penstock.models.backends.cuda.linear import CudaLinears, SkinnyLinear
 from penstock.models.backends.pipeline_parallel import ModelPart
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel
@@ -79,7 +80,8 @@ class CudaModel:
         kv_scales: Sequence[Tensor] | None = None,
         part: ModelPart | None = None,
     ) -> None:
-        """Everything is the rank's part. ``pages`` are those that each layer attends to, (pages, 2, K, 16, D).
+        """Everything is the rank's part. ``pages`` are those that each layer attends to, (pages, 2, K, 16, D), or of
+        latents (pages, 1, 1, 16, D).
         ``kv_scales``, for pages in fp8, has (2, K) in fp32 for each layer: the scales of the keys and of the values
         that it attends to; None: all are 1. ``part``: the rank's of a model in stages, where rank 0 has the whole
         head."""
@@ -105,6 +107,7 @@ class CudaModel:
             for rope, rotary_dim in rotations
         }
         self._attention = attention
+        self._latent = shape.latent
         self._mixture: tuple[ExpertsShape, ExpertsWorkspace] | None = None
         if shape.experts is not None:
             experts = ExpertsShape.of(shape)
@@ -165,7 +168,8 @@ class CudaModel:
         head_dims = {sizes.head_dim for sizes in self._specs}
         queries = {head_dim: x.new_empty(len(x), spec.num_heads, head_dim) for head_dim in head_dims}
         # Attention writes nothing for tokens without a sequence, which pad a graph: their zeros remain.
-        outputs = {head_dim: torch.zeros_like(query) for head_dim, query in queries.items()}
+        mixed_dims = {head_dim: head_dim if self._latent is None else self._latent.kv_lora_rank for head_dim in queries}
+        outputs = {head_dim: x.new_zeros(len(x), spec.num_heads, mixed_dims[head_dim]) for head_dim in queries}
         delta: Tensor | None = None
         after: Layer | None = None
         for index, layer in zip(self._layers, weights.layers, strict=True):
@@ -176,7 +180,7 @@ class CudaModel:
             query, mixed = queries[head_dim], outputs[head_dim]
             self._write_kv(index, layer, y, places.positions, places.slots, query)
             attend(spec.windows[index], query, self._kv[index], mixed)
-            delta = layer.output(mixed.flatten(1))
+            delta = layer.output(mixed.flatten(1) if layer.latent is None else expand_latents(layer.latent, mixed))
             if spec.is_parallel:
                 y = y if layer.before_mlp is unchanged else layer.before_mlp(x)
                 delta = delta + self._mlp(layer.mlp, y, places.query_starts)
@@ -250,11 +254,15 @@ class CudaModel:
     def _write_kv(
         self, index: int, layer: LayerWeights, x: Tensor, positions: Tensor, slots: Tensor, query: Tensor
     ) -> None:
-        """Computes queries (T, H, D) from (T, columns of qkv), and writes keys and values to their pages."""
+        """Computes queries (T, H, D) from (T, columns of qkv), and writes keys and values, or latents, to their
+        pages."""
         spec, kv = self._specs[index], self._kv[index]
         has_kv = spec.has_kv(index)
         qkv: Tensor = layer.qkv(x)
         tables = self._cos_sin_tables[spec.ropes[index], spec.rotary_dim]
+        if self._latent is not None and layer.latent is not None:
+            write_latents(self._latent, layer.latent, qkv, tables, positions, slots, query, kv.pages)
+            return
         rotated = qkv[:, : spec.query_size + spec.kv_size]
         norm = None
         match layer.qk_norm:
@@ -337,7 +345,7 @@ class CudaModel:
         experts' sum, or their input, has to be multiplied by."""
         logits: Tensor = mlp.router(x)
         assert self._spec.experts is not None
-        if self._spec.experts.scoring is Scoring.SOFTMAX:
+        if is_plain_softmax(self._spec.experts):
             return logits, None
         chosen, factors = mlp.choose(logits)
         total = factors.sum(-1, keepdim=True)
@@ -355,6 +363,11 @@ def _fold_expert_scales(weights: Weights) -> None:
         if isinstance(layer.mlp, MlpBesideExperts) and layer.mlp.experts.scales is not None:
             # In place: the KV cache is allocated by now, and a copy in fp32 may not fit beside it.
             layer.mlp.experts.down.mul_(layer.mlp.experts.scales[:, None, None])
+
+
+def is_plain_softmax(experts: Experts) -> bool:
+    """Whether the kernels choose the experts: by softmax, from all groups."""
+    return experts.scoring is Scoring.SOFTMAX and experts.num_groups == 1 and experts.scale == 1.0
 
 
 def logits_dtype(spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:

@@ -1,13 +1,20 @@
 """The properties of a loaded model that its kernels are compiled for."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
+from penstock.kernels.cuda.latent_kv import LatentShape
 from penstock.kernels.cuda.model_shapes import Mixture, ModelShape
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.architecture.spec_parts import Experts, NormKind, NormPlacement, QkNorm, Scoring
-from penstock.models.backends.cuda.model import logits_dtype
+from penstock.models.architecture.spec_parts import (
+    LATENT_NORM_EPS,
+    Experts,
+    NormKind,
+    NormPlacement,
+    QkNorm,
+)
+from penstock.models.backends.cuda.model import is_plain_softmax, logits_dtype
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
 from penstock.scheduler.worker_config import MAX_FORCED_DRAFTS, MAX_PREDICTED_DRAFTS, WorkerConfig
 
@@ -50,6 +57,7 @@ def shape_of(
         inputs_of_layers=0 if inputs is None else inputs.size * spec.num_layers,
         ends_layers=inputs is not None or spec.layer_scalars,
         has_mlp_beside_experts=is_beside,
+        latent=None if spec.latent is None else LatentShape(**asdict(spec.latent), norm_eps=LATENT_NORM_EPS),
         windows=tuple(dict.fromkeys(spec.windows)),
         chunked_windows=spec.chunked_windows,
         attention_scale=spec.attention_scale,
@@ -101,7 +109,7 @@ def _mixture(experts: Experts) -> Mixture:
     return Mixture(
         num_experts=experts.num_experts,
         per_token=experts.per_token,
-        normalise=experts.normalise or experts.scoring is Scoring.SIGMOID,
+        normalise=experts.normalise or not is_plain_softmax(experts),
         biased=experts.biased,
         scales_inputs=experts.scales_inputs,
     )
