@@ -22,6 +22,7 @@ from penstock.kernels.cuda.attention.paged import attention_variants
 from penstock.kernels.cuda.core.launch import ALIGNMENT, FP8_CAPABILITY, TYPES, KernelVariant
 from penstock.kernels.cuda.example_shapes import SHAPES
 from penstock.kernels.cuda.gemv import gemv_variant
+from penstock.kernels.cuda.latent_kv import LatentShape, latent_kv_variant
 from penstock.kernels.cuda.lora import lora_expand_variant, lora_shrink_variant
 from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.moe.fused_moe import fused_moe_variants
@@ -60,7 +61,10 @@ def variants(shape: ModelShape) -> Iterator[KernelVariant]:
     for kind in shape.kinds:
         if kind.intermediate_size is not None:
             yield gated_activation_variant(kind.dtype, kind.intermediate_size, kind.activation)
-        yield rope_kv_variant(kind.heads)
+        if kind.latent is None:
+            yield rope_kv_variant(kind.heads)
+        else:
+            yield from _latent_variants(kind, kind.latent)
     for recurrent in shape.recurrent:
         yield from recurrent_variants(recurrent, commits=shape.commits_states)
     sequences = MIN_SEQUENCES  # and one variant for each power of 2, up to the first that suffices
@@ -80,6 +84,15 @@ def variants(shape: ModelShape) -> Iterator[KernelVariant]:
     yield commit_variant()
 
 
+def _latent_variants(shape: ModelShape, latent: LatentShape) -> Iterator[KernelVariant]:
+    """What latent attention has in place of ``rope_kv``."""
+    row, queries = latent.first_rows(shape.num_heads), shape.num_heads * latent.qk_head_dim
+    rank = latent.q_lora_rank
+    if rank is not None:
+        yield rms_norm_variant(shape.dtype, rank, row, rank, latent.norm_eps)
+    yield latent_kv_variant(latent, shape.dtype, shape.num_heads, row, row if rank is None else queries)
+
+
 def _lora_variants(shape: ModelShape) -> Iterator[KernelVariant]:
     """The products of LoRA adapters with the linears of layers."""
     rank = shape.lora_rank
@@ -90,6 +103,8 @@ def _lora_variants(shape: ModelShape) -> Iterator[KernelVariant]:
         if not kind.gated_attention:  # with it, queries have no adapters
             ends = query, *(query + end for end in ends)
         linears = [(kind.hidden_size, ends), (query, (kind.hidden_size,))]
+        if kind.latent is not None:  # only the output's
+            linears = [(kind.num_heads * kind.latent.v_head_dim, (kind.hidden_size,))]
         if kind.intermediate_size is not None:
             inner = kind.intermediate_size
             linears += [(kind.hidden_size, (inner, 2 * inner)), (inner, (kind.hidden_size,))]
@@ -190,11 +205,13 @@ class KernelResources:
 
 
 def wanted(shapes: Iterable[ModelShape]) -> dict[str, KernelVariant]:
-    """All variants that those models launch, by description and without duplicates. Includes fp8 KV, deterministic mode
-    and LoRA adapters."""
+    """All variants that those models launch, by description and without duplicates. Includes fp8 KV and deterministic
+    mode, which models with latent attention do not have, and LoRA adapters."""
     found: dict[str, KernelVariant] = {}
     for shape in shapes:
-        others = replace(shape, kv_dtype=torch.float8_e4m3fn, lora_rank=16), replace(shape, deterministic=True)
+        others = [replace(shape, kv_dtype=torch.float8_e4m3fn, lora_rank=16), replace(shape, deterministic=True)]
+        if shape.latent is not None:
+            others = [replace(shape, lora_rank=16)]
         for each in (shape, *others):
             for variant in chain(variants(each), float_variants(each)):
                 found.setdefault(describe(variant), variant)

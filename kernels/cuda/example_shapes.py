@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from penstock.kernels.cuda.latent_kv import LatentShape
 from penstock.kernels.cuda.model_shapes import Mixture, ModelShape
 from penstock.kernels.cuda.recurrent.convolution import ConvolutionShape
 from penstock.kernels.cuda.recurrent.gated_norm import GatedNormShape
@@ -275,5 +276,28 @@ SHAPES = {
         max_positions=131072,
     ),
     "Gemma-4-E2B": _gemma4_e2b(),
+    "DeepSeek-V3": ModelShape(
+        hidden_size=7168,
+        intermediate_size=18432,
+        num_heads=128,
+        num_kv_heads=1,
+        head_dim=576,
+        rotary_dim=64,
+        vocab_size=129280,
+        norm_eps=1e-6,
+        latent=LatentShape(
+            q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+        ),
+        attention_scale=0.1352,
+        experts=Mixture(num_experts=256, per_token=8, normalise=True),
+        expert_size=2048,
+        shared_size=2048,
+        max_positions=163840,
+    ),
 }
 SHAPES["gpt-oss-20b-mxfp4"] = replace(SHAPES["gpt-oss-20b"], has_fp4_experts=True)
+SHAPES["DeepSeek-V2-Lite"] = replace(
+    SHAPES["DeepSeek-V3"], hidden_size=2048, intermediate_size=10944, num_heads=16, vocab_size=102400,
+    latent=LatentShape(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+    experts=Mixture(num_experts=64, per_token=6, normalise=True), expert_size=1408, shared_size=2816,
+)  # fmt: skip

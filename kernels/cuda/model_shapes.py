@@ -7,6 +7,7 @@ import torch
 
 from penstock.kernels.cuda.attention.common import AttentionShape
 from penstock.kernels.cuda.attention.plan import DecodeShape
+from penstock.kernels.cuda.latent_kv import LatentShape
 from penstock.kernels.cuda.recurrent.shapes import RecurrentShape
 from penstock.kernels.cuda.rope_kv import RopeKv
 from penstock.kernels.cuda.sampling.tensors import SamplerShape
@@ -70,6 +71,8 @@ class ModelShape:
     """The intermediate size of the MLP that runs beside the experts on every token; 0: there is none."""
     has_fp4_experts: bool = False
     """Whether experts are in MXFP4."""
+    latent: LatentShape | None = None
+    """Latent attention, whose only KV head is the cached vector."""
     has_kv: bool = True
     """Whether layers have keys and values of their own, and do not attend to those of others."""
     values_are_keys: bool = False
@@ -156,9 +159,10 @@ class ModelShape:
         return AttentionShape(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
+            head_dim=self.head_dim if self.latent is None else self.latent.kv_lora_rank,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
+            rotated_dim=0 if self.latent is None else self.latent.qk_rope_head_dim,
             scale=self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale,
             window=window,
             cap=self.cap,
@@ -172,12 +176,14 @@ class ModelShape:
 
     @property
     def products(self) -> list[tuple[int, int, bool]]:
-        """The matrix products of a layer, each as outputs, inputs, and whether there is a bias: QKV, attention output,
-        gate and up, down; then those of the shared experts, of the layer's input, of all layers' inputs and of
-        recurrent layers."""
+        """The matrix products of a layer, each as outputs, inputs, and whether there is a bias: QKV, attention output
+        (or those of latent attention), gate and up, down; then those of the shared experts, of the layer's input, of
+        all layers' inputs and of recurrent layers."""
         width, hidden, own = self.num_heads * self.head_dim, self.hidden_size, self.input_size
         qkv = self.heads.row_heads * self.head_dim + (width if self.gated_attention else 0)
         attention = [(qkv, hidden, self.qkv_bias), (hidden, width, self.output_bias)]
+        if self.latent is not None:
+            attention = [(*product, False) for product in self.latent.products(self.num_heads, hidden)]
         mlp = [self.gate_up, (hidden, self.gate_up[0] // 2, self.mlp_bias)] if self.gate_up else []
         shared = [(2 * self.shared_size, hidden, False), (hidden, self.shared_size, False)] if self.shared_size else []
         inputs = [(own, hidden, False), (hidden, own, False), (self.inputs_of_layers, hidden, False)] if own else []

@@ -220,7 +220,9 @@ GGUF = {
 }
 """The family, by llama.cpp's name, of an architecture whose GGUF files can be loaded."""
 
-PLAIN_ON_CUDA = frozenset(
+LATENT = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"})
+"""The architectures with latent attention."""
+PLAIN_ON_CUDA = LATENT | frozenset(
     {
         "ArceeForCausalLM",
         "Cohere2ForCausalLM",
@@ -249,8 +251,6 @@ PLAIN_ON_CUDA = frozenset(
 )
 """The architectures with parts for which the CUDA backend has no kernels."""
 
-LATENT = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"})
-"""The architectures with latent attention."""
 RECURRENT = frozenset(
     {
         "FalconH1ForCausalLM",
@@ -266,8 +266,6 @@ RECURRENT = frozenset(
     }
 )
 """The architectures with recurrent layers."""
-NOT_ON_CUDA = LATENT
-"""The architectures that the CUDA backend does not have: on a GPU, plain torch computes them."""
 
 COLUMNS = ("line", "architectures", "GGUF", "on cuda", "tools, reasoning", "not served")
 
@@ -282,9 +280,6 @@ def matrix() -> list[tuple[str, ...]]:
         if plain:
             on_cuda = "partly plain torch"
             on_cuda += f": {', '.join(plain)}" if len(plain) < len(line.architectures) else ""
-        if missing := [name for name in line.architectures if name in NOT_ON_CUDA]:
-            others = f"{on_cuda}; on the backend reference: {', '.join(missing)}"
-            on_cuda = others if len(missing) < len(line.architectures) else "on the backend reference"
         served = (on_cuda, tools) if line.architectures else ("", "")
         rows.append((line.name, ", ".join(line.architectures), ", ".join(files), *served, line.left_out))
     return rows

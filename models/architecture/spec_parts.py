@@ -290,9 +290,15 @@ class Experts:
     """Whether that MLP's output is multiplied by the sigmoid of a linear of its input."""
     scales_inputs: bool = False
     """Whether the scores multiply the experts' inputs, not their outputs."""
+
     beside_mlp: bool = False
     """Whether layers with experts have the MLP too: the sum is ``norm(mlp(norm(x))) + norm(experts(norm(x)))``, the
     router reads a third norm of x, and each expert's output has a factor of its own."""
+
+    @property
+    def is_plain_softmax(self) -> bool:
+        """Whether the scores are a softmax over all groups, without a factor."""
+        return self.scoring is Scoring.SOFTMAX and self.num_groups == 1 and self.scale == 1.0
 
     def tensors(self, hidden: int, gated: bool) -> Iterator[NamedShape]:
         """Yields the tensors of a layer with experts, except for norms."""

@@ -21,8 +21,12 @@ MAX_FP16 = tl.constexpr(65504.0)
 BLOCK_SEQUENCES = tl.constexpr(128)
 """Sequences that a search compares at a time."""
 
+MIN_PRODUCT = 16
+"""The least number of columns and rows of a product's operands."""
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
 """Head sizes are multiples of 8 in this range."""
+MAX_ROTATED_DIM = 64
+"""The limit of the rotated part of latent attention's keys, which are multiples of 8 too."""
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 
 
@@ -46,6 +50,9 @@ class AttentionShape:
     """The soft cap of scores: s becomes cap tanh(s / cap). None: no cap."""
     chunked: bool = False
     """Whether the window is the size of chunks, which begin at multiples of it."""
+    rotated_dim: int = 0
+    """With latent attention, the size of the rotated part of queries and keys, which comes before their other
+    ``head_dim`` dimensions. Those of a key are also its value, so pages have only keys. 0: values are apart."""
 
     def __post_init__(self) -> None:
         """Asserts that the kernels support the shape; the caller has validated the model."""
@@ -57,6 +64,22 @@ class AttentionShape:
         assert self.scale > 0
         assert self.window is None or self.window > 0
         assert self.cap is None or self.cap > 0
+        assert self.rotated_dim % 8 == 0
+        assert self.rotated_dim <= MAX_ROTATED_DIM
+        if self.rotated_dim:  # there are neither scales for fp8 nor windows
+            assert self.kv_dtype == self.dtype
+            assert self.num_kv_heads == 1
+            assert self.window is None
+
+    @property
+    def key_dim(self) -> int:
+        """The size of a head's queries and keys."""
+        return self.rotated_dim + self.head_dim
+
+    @property
+    def page_shape(self) -> tuple[int, int, int, int]:
+        """The shape of a page: keys, and values if they are apart, of each KV head."""
+        return 1 if self.rotated_dim else 2, self.num_kv_heads, PAGE_SLOTS, self.key_dim
 
     @property
     def group(self) -> int:
@@ -87,6 +110,8 @@ class AttentionShape:
             "GROUP": self.group,
             "HEAD_DIM": self.head_dim,
             "BLOCK_D": self.block_dim,
+            "ROTATED_DIM": self.rotated_dim,
+            "BLOCK_R": max(triton.next_power_of_2(self.rotated_dim), MIN_PRODUCT) if self.rotated_dim else 0,
             "SCALE": self.scale,
             "CAP": self.cap,
             "WINDOW": self.window_constant,
@@ -126,7 +151,7 @@ class PagedKV:
     """A layer's keys and values, with their scales and the attention sinks."""
 
     pages: Tensor
-    """(num_pages, 2, K, 16, D): keys, then values."""
+    """(num_pages, 2, K, 16, D): keys, then values; of latents, (num_pages, 1, 1, 16, D)."""
     key_scales: Tensor
     """(K,) fp32: the factors of stored keys; 1 unless they are fp8."""
     value_scales: Tensor
@@ -135,7 +160,7 @@ class PagedKV:
 
     def check(self, shape: AttentionShape) -> None:
         heads = shape.num_kv_heads
-        assert self.pages.shape[1:] == (2, heads, PAGE_SLOTS, shape.head_dim), self.pages.shape
+        assert self.pages.shape[1:] == shape.page_shape, self.pages.shape
         assert self.pages.dtype == shape.kv_dtype
         assert self.key_scales.shape == self.value_scales.shape == (heads,)
         assert self.sinks.shape == (shape.num_heads,)
@@ -202,12 +227,30 @@ def query_offsets(
 
 
 @triton.jit
-def load_queries(pointers, there, PRODUCT: tl.constexpr):
-    """Loads queries as PRODUCT; 0 where they are not ``there``. In fp16 they are clamped to its range."""
-    queries = tl.load(pointers, mask=there, other=0.0)
+def load_queries(pointers, live, SIZE: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr):
+    """Loads rows of SIZE elements, padded to BLOCK, as PRODUCT; 0 where they are not ``live``. In fp16 they are clamped
+    to its range."""
+    dims = tl.arange(0, BLOCK)
+    there = live[:, None] & (dims < SIZE)[None, :]
+    queries = tl.load(pointers[:, None] + dims[None, :], mask=there, other=0.0)
     if tl.float16 == PRODUCT:
         queries = tl.minimum(tl.maximum(queries.to(tl.float32), -MAX_FP16), MAX_FP16)
     return queries.to(PRODUCT)
+
+
+@triton.jit
+def load_keys(pointers, inside, MASKED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Loads rows of SIZE elements, padded with 0 to BLOCK. MASKED: those that are not ``inside`` are 0."""
+    dims = tl.arange(0, BLOCK)
+    at = pointers[:, None] + dims[None, :]
+    if MASKED or BLOCK != SIZE:
+        there = (dims < SIZE)[None, :]
+        if MASKED:
+            there &= inside[:, None]
+        loaded = tl.load(at, mask=there, other=0.0)
+    else:
+        loaded = tl.load(at)
+    return loaded
 
 
 @triton.jit
@@ -220,6 +263,7 @@ def page_ids(table, start, lowest, end, BLOCK_N: tl.constexpr):
 @triton.jit
 def attend(
     query,
+    rotated,
     query_positions,
     maximum,
     total,
@@ -234,6 +278,7 @@ def attend(
     MASKED: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTATED_DIM: tl.constexpr,
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -242,30 +287,28 @@ def attend(
 
     Keeps for each query: the ``maximum`` of its scores, the ``total`` of exp2(score - maximum), and ``mixed``, the
     values weighted by those. MASKED: some queries do not see all positions in these blocks. Positions below ``lowest``
-    and from ``end`` on are not read then, so their contents do not matter.
+    and from ``end`` on are not read then, so their contents do not matter. With latent attention, ``rotated`` is the
+    rotated part of the queries, (rows, BLOCK_R); None: values are apart.
     """
     BLOCK_D: tl.constexpr = query.shape[1]
-    dims = tl.arange(0, BLOCK_D)
-    page_size: tl.constexpr = NUM_KV_HEADS * SLOTS * HEAD_DIM
-    pages += head * (SLOTS * HEAD_DIM)
+    key_dim: tl.constexpr = ROTATED_DIM + HEAD_DIM
+    section: tl.constexpr = NUM_KV_HEADS * SLOTS * key_dim
+    page_size: tl.constexpr = section if ROTATED_DIM else 2 * section
+    pages += head * (SLOTS * key_dim)
     page = page_ids(table, begin, lowest, end, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         positions = start + tl.arange(0, BLOCK_N)
-        slot = page.to(tl.int64) * (2 * page_size) + positions % SLOTS * HEAD_DIM
+        slot = page.to(tl.int64) * page_size + positions % SLOTS * key_dim
         # Load the next block's pages early: a load that depends on another load of the same iteration cannot be
         # prefetched.
         page = page_ids(table, start + BLOCK_N, lowest, end, BLOCK_N)
-        pointers = pages + slot[:, None] + dims[None, :]
-        if MASKED or BLOCK_D != HEAD_DIM:
-            there = (dims < HEAD_DIM)[None, :]
-            if MASKED:
-                there &= ((positions >= lowest) & (positions < end))[:, None]
-            key = tl.load(pointers, mask=there, other=0.0)
-            value = tl.load(pointers + page_size, mask=there, other=0.0)
-        else:
-            key = tl.load(pointers)
-            value = tl.load(pointers + page_size)
+        inside = (positions >= lowest) & (positions < end)
+        key = load_keys(pages + slot + ROTATED_DIM, inside, MASKED, HEAD_DIM, BLOCK_D)
+        value = key if ROTATED_DIM else load_keys(pages + slot + section, inside, MASKED, HEAD_DIM, BLOCK_D)
         scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="tf32x3")
+        if ROTATED_DIM:
+            key = load_keys(pages + slot, inside, MASKED, ROTATED_DIM, rotated.shape[1])
+            scores = tl.dot(rotated, tl.trans(key.to(query.dtype)), scores, input_precision="tf32x3")
         if CAP is not None:
             # tanh(s / cap), from tanh(x) = 1 - 2 / (exp(2x) + 1), which an infinite exp(2x) leaves at 1
             scores = 1.0 - 2.0 / (tl.exp2(scores * factor) + 1.0)

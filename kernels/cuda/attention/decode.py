@@ -90,6 +90,8 @@ def decode_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    ROTATED_DIM: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -121,10 +123,12 @@ def decode_kernel(
         index, query_rows, live = query_offsets(
             begin, part // NUM_KV_HEADS, head, num_queries, NUM_KV_HEADS, GROUP, BLOCK_M
         )
+        heads = query + query_rows * (ROTATED_DIM + HEAD_DIM)
         at = query_rows[:, None] * HEAD_DIM + dims[None, :]
         there = live[:, None] & (dims < HEAD_DIM)[None, :]
         maximum, total, mixed = attend(
-            load_queries(query + at, there, PRODUCT),
+            load_queries(heads + ROTATED_DIM, live, HEAD_DIM, BLOCK_D, PRODUCT),
+            load_queries(heads, live, ROTATED_DIM, BLOCK_R, PRODUCT) if ROTATED_DIM else None,
             context - num_queries + index,
             tl.full((BLOCK_M,), float("-inf"), tl.float32),
             tl.zeros((BLOCK_M,), tl.float32),
@@ -139,6 +143,7 @@ def decode_kernel(
             True,
             NUM_KV_HEADS,
             HEAD_DIM,
+            ROTATED_DIM,
             CAP,
             WINDOW,
             BLOCK_N,

@@ -27,14 +27,16 @@ def paged_attention(
 ) -> None:
     """softmax(cap(scale q k^T)) v for each query head h with its KV head, h * K // H, over what each query sees.
 
-    ``query`` and ``out`` are (T, H, D) in the shape's dtype. The last token of sequence b is at position ``contexts[b]
+    ``query`` and ``out`` are (T, H, D) in the shape's dtype; with latent attention, queries have ``rotated_dim`` more
+    dimensions than the output. The last token of sequence b is at position ``contexts[b]
     - 1``, and the others are at the positions before it. Each sees positions up to its own p, and with a window w only
     those above p - w. The reference is ``paged_attention`` in ``kernels/reference``. Entries of ``out`` that belong to
     no sequence are not written. ``starts`` is the result of ``plan_attention`` for this step. ``any_longer``: sequences
     of more than ``shape.max_queries`` queries are computed too; if ``shape.max_queries`` is 0 they always are.
     """
-    heads = (shape.attention.num_heads, shape.attention.head_dim)
-    assert query.shape == out.shape == (query.shape[0], *heads)
+    heads = (query.shape[0], shape.attention.num_heads)
+    assert query.shape == (*heads, shape.attention.key_dim)
+    assert out.shape == (*heads, shape.attention.head_dim)
     assert query.is_contiguous()
     assert out.is_contiguous()
     kv.check(shape.attention)

@@ -54,6 +54,9 @@ def decode_tiles(shape: AttentionShape, max_rows: int) -> DecodeTiles:
     """The sizes for a shape and at most ``max_rows`` rows per sequence and KV head."""
     wide = shape.block_dim > 128 or shape.dtype == torch.float32
     block_m = min(max(triton.next_power_of_2(max_rows), 16), 32 if wide else 64)
+    if shape.rotated_dim and shape.block_dim > 256 and block_m > 16 and shape.dtype != torch.float32:
+        # All heads read the same latents, so more of them are computed together. 64 rows spill registers.
+        return DecodeTiles(32, 32, 3, 1, num_warps=8)
     if shape.block_dim > 256:  # larger tiles spill registers
         return DecodeTiles(16, 16, 2, 1) if shape.dtype == torch.float32 else DecodeTiles(16, 16, 3, 2)
     if wide:

@@ -46,6 +46,8 @@ class PrefillTiles:
 @functools.cache
 def prefill_tiles(shape: AttentionShape) -> PrefillTiles:
     """The sizes for a shape."""
+    if shape.rotated_dim and shape.block_dim > 256 and shape.dtype == torch.float32:
+        return PrefillTiles(16, 16, 4, 2)
     if shape.block_dim > 256:  # larger tiles spill registers
         return PrefillTiles(32, 16, 8, 2) if shape.dtype == torch.float32 else PrefillTiles(32, 32, 8, 3)
     if shape.dtype == torch.float32:
@@ -77,6 +79,8 @@ def prefill_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    ROTATED_DIM: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -103,7 +107,9 @@ def prefill_kernel(
     index, query_rows, live = query_offsets(begin, tile, head, num_queries, NUM_KV_HEADS, GROUP, BLOCK_M)
     at = query_rows[:, None] * HEAD_DIM + dims[None, :]
     there = live[:, None] & (dims < HEAD_DIM)[None, :]
-    queries = load_queries(query + at, there, PRODUCT)
+    heads = query + query_rows * (ROTATED_DIM + HEAD_DIM)
+    queries = load_queries(heads + ROTATED_DIM, live, HEAD_DIM, BLOCK_D, PRODUCT)
+    rotated = load_queries(heads, live, ROTATED_DIM, BLOCK_R, PRODUCT) if ROTATED_DIM else None
     query_positions = context - num_queries + index
     factor = score_factor(tl.load(key_scales + head), SCALE, CAP)
 
@@ -123,6 +129,7 @@ def prefill_kernel(
     for phase in tl.static_range(0 if WINDOW is not None else 1, 3):
         maximum, total, mixed = attend(
             queries,
+            rotated,
             query_positions,
             maximum,
             total,
@@ -137,6 +144,7 @@ def prefill_kernel(
             phase != 1,
             NUM_KV_HEADS,
             HEAD_DIM,
+            ROTATED_DIM,
             CAP,
             WINDOW,
             BLOCK_N,

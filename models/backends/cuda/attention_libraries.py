@@ -143,6 +143,7 @@ class AttentionLibrary:
             f"it has no heads of {', '.join(map(str, others))} dimensions": bool(others),
             "it has no attention sinks, which this model has": spec.sinks,
             "it has no attention in chunks, which this model has": spec.chunked_windows,
+            "it is not used with latent attention, which this model has": spec.latent is not None,
         }
         found = next((problem for problem, there_is in problems.items() if there_is), None)
         return None if found is None else f"{found}: leave it out"

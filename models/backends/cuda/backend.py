@@ -10,13 +10,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from penstock.kernels.cuda.attention.common import MAX_HEAD_DIM, MIN_HEAD_DIM, PAGE_SLOTS, RaggedRows
+from penstock.kernels.cuda.attention.common import MAX_HEAD_DIM, MAX_ROTATED_DIM, MIN_HEAD_DIM, PAGE_SLOTS, RaggedRows
 from penstock.kernels.cuda.core.launch import FP8_CAPABILITY, MIN_CAPABILITY, capability_of, interpreted, launches
 from penstock.kernels.cuda.recurrent.scan import MAX_KEY_SIZE
 from penstock.kernels.cuda.sampling.tensors import MAX_VOCAB
 from penstock.kernels.cuda.step import MIN_SEQUENCES, commit, prepare
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
+from penstock.models.architecture.spec_parts import LatentAttention
 from penstock.models.backends.base import Backend, Finish
 from penstock.models.backends.cuda.adapters import CudaAdapters
 from penstock.models.backends.cuda.attention_libraries import unsupported_attention
@@ -35,7 +36,7 @@ from penstock.models.backends.torch_common.outputs import HiddenReads
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.checkpoint.lora.adapter import LoraAdapter
-from penstock.scheduler.worker_config import WorkerConfig, WorkerFacts
+from penstock.scheduler.worker_config import DraftMethod, WorkerConfig, WorkerFacts
 
 
 class CudaBackend:
@@ -228,14 +229,15 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
     dtype = dtype_name_of(config, info)
     if dtype not in DTYPES:
         return f"--dtype is {config.dtype}, here {dtype}, and this backend has {', '.join(DTYPES)}: give one of them"
-    if spec.latent is not None:
-        return "it has latent attention, for which there are no kernels yet: give --backend reference, or leave it out"
     rows = max((mixer.matrices[1] for mixer in spec.recurrent if mixer is not None), default=0)
     if rows > MAX_KEY_SIZE:
         return f"the states of its recurrent layers have {rows} rows, and this backend runs up to {MAX_KEY_SIZE}"
     if config.block_size != PAGE_SLOTS:
         return f"--block-size is {config.block_size}, and pages hold {PAGE_SLOTS} tokens: give that"
-    for size in {spec.at(layer).head_dim for layer in range(spec.num_layers)}:
+    if spec.latent is not None and (reason := _unsupported_latent(config, dtype, spec.latent)):
+        return reason
+    head_dims = {spec.at(layer).head_dim for layer in range(spec.num_layers)}
+    for size in head_dims if spec.latent is None else {spec.latent.kv_lora_rank}:
         if size % 8 or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             return (
                 f"its heads have {size} dimensions, and this backend runs multiples of 8 from {MIN_HEAD_DIM} to "
@@ -248,6 +250,20 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
     if config.kv_cache_dtype not in ("auto", dtype, *KV_DTYPES):
         return f"--kv-cache-dtype {config.kv_cache_dtype}: the activations are in {dtype}: give auto, {dtype} or fp8"
     return unsupported_attention(config, spec, dtype)
+
+
+def _unsupported_latent(config: WorkerConfig, dtype: str, latent: LatentAttention) -> str | None:
+    """Returns what of latent attention is not done."""
+    rotated = latent.qk_rope_head_dim
+    if rotated % 8 or rotated > MAX_ROTATED_DIM:
+        return f"qk_rope_head_dim is {rotated}, and this backend runs multiples of 8 up to {MAX_ROTATED_DIM}"
+    if config.deterministic:
+        return "--deterministic: is not for latent attention, whose products torch computes: leave it out"
+    if config.kv_cache_dtype == "fp8":
+        return f"--kv-cache-dtype fp8: is not for latent attention: give auto or {dtype}"
+    if config.speculation is not None and config.speculation.method is DraftMethod.MTP:
+        return "--speculative-config mtp: this backend has no heads with latent attention: give another method"
+    return None
 
 
 def _unsupported_gpu(config: WorkerConfig, info: CheckpointInfo) -> str | None:

@@ -23,8 +23,9 @@ from penstock.kernels.cuda.step import StepTensors
 from penstock.kernels.reference.ops import rotate, soft_cap
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.architecture.spec_parts import NormKind, NoRope, QkNorm, Scoring
+from penstock.models.architecture.spec_parts import NormKind, NoRope, QkNorm
 from penstock.models.backends.cuda.attention import ModelAttention, StepAttention
+from penstock.models.backends.cuda.latent import expand_latents, write_latents
 from penstock.models.backends.cuda.linear import CudaLinears, SkinnyLinear
 from penstock.models.backends.cuda.recurrent import RecurrentLayers, RecurrentStep
 from penstock.models.backends.pipeline_parallel import ModelPart
@@ -86,10 +87,10 @@ class CudaModel:
         part: ModelPart | None = None,
         recurrent: RecurrentLayers | None = None,
     ) -> None:
-        """Everything is the rank's part. ``pages`` are those that each layer attends to, (pages, 2, K, 16, D), if any.
-        ``kv_scales``, for pages in fp8, has (2, K) in fp32 for each layer: the scales of the keys and of the values
-        that it attends to; None: all are 1. ``part``: the rank's of a model in stages, where rank 0 has the whole
-        head."""
+        """Everything is the rank's part. ``pages`` are those that each layer attends to, (pages, 2, K, 16, D), or of
+        latents (pages, 1, 1, 16, D), if any. ``kv_scales``, for pages in fp8, has (2, K) in fp32 for each layer: the
+        scales of the keys and of the values that it attends to; None: all are 1. ``part``: the rank's of a model in
+        stages, where rank 0 has the whole head."""
         self._spec = spec
         self._feature_layers = feature_layers
         self._parallel = parallel
@@ -113,6 +114,7 @@ class CudaModel:
         }
         self._attention = attention
         self._recurrent = recurrent
+        self._latent = shape.latent
         self._mixture: tuple[ExpertsShape, ExpertsWorkspace] | None = None
         if shape.experts is not None:
             experts = ExpertsShape.of(shape)
@@ -177,7 +179,8 @@ class CudaModel:
         head_dims = {sizes.head_dim for sizes in self._specs}
         queries = {head_dim: x.new_empty(len(x), spec.num_heads, head_dim) for head_dim in head_dims}
         # Attention writes nothing for tokens without a sequence, which pad a graph: their zeros remain.
-        outputs = {head_dim: torch.zeros_like(query) for head_dim, query in queries.items()}
+        mixed_dims = {head_dim: head_dim if self._latent is None else self._latent.kv_lora_rank for head_dim in queries}
+        outputs = {head_dim: x.new_zeros(len(x), spec.num_heads, mixed_dims[head_dim]) for head_dim in queries}
         delta: Tensor | None = None
         after: Layer | None = None
         for index, layer in zip(self._layers, weights.layers, strict=True):
@@ -218,7 +221,7 @@ class CudaModel:
         H, D), are room; ``mixed`` is 0 for tokens without a sequence."""
         gate = self._write_kv(index, layer, x, places.positions, places.slots, query)
         attend(self._spec.windows[index], query, self._kv[index], mixed)
-        joined = mixed.flatten(1)
+        joined = mixed.flatten(1) if layer.latent is None else expand_latents(layer.latent, mixed)
         return layer.output(joined if gate is None else joined * torch.sigmoid(gate))
 
     def commit_states(self, kept: Sequence[Tensor], rows: RecurrentRows) -> None:
@@ -263,14 +266,9 @@ class CudaModel:
             rms_norm(x, weight, self._spec.norm_eps, y)
             return y
         y = x if weight is None else torch.empty_like(x)
-        add_rms_norm(
-            x,
-            delta,
-            self._spec.norm_eps,
-            weight=weight,
-            y=None if weight is None else y,
-            delta_weight=after.weight if isinstance(after, RmsNorm) else None,
-        )
+        delta_weight = after.weight if isinstance(after, RmsNorm) else None
+        written = None if weight is None else y
+        add_rms_norm(x, delta, self._spec.norm_eps, weight=weight, y=written, delta_weight=delta_weight)
         return y
 
     def _end_layer(self, layer: LayerWeights, x: Tensor, delta: Tensor, inputs: Tensor | None) -> None:
@@ -284,7 +282,8 @@ class CudaModel:
     def _write_kv(
         self, index: int, layer: LayerWeights, x: Tensor, positions: Tensor, slots: Tensor, query: Tensor
     ) -> Tensor | None:
-        """Computes queries (T, H, D), and writes keys and values to their pages. Returns the gate, if there is one."""
+        """Computes queries (T, H, D), and writes keys and values, or latents, to their pages. Returns the gate, if
+        there is one."""
         spec, kv = self._specs[index], self._kv[index]
         has_kv = spec.has_kv(index)
         qkv: Tensor = layer.qkv(x)
@@ -292,6 +291,9 @@ class CudaModel:
         if spec.gated_attention:
             qkv, gate = qkv[:, : -spec.query_size].contiguous(), qkv[:, -spec.query_size :]
         tables = self._cos_sin_tables[spec.ropes[index], spec.rotary_dim]
+        if self._latent is not None and layer.latent is not None:
+            write_latents(self._latent, layer.latent, qkv, tables, positions, slots, query, kv.pages)
+            return None
         rotated = qkv[:, : spec.query_size + spec.kv_size]
         norm = None
         match layer.qk_norm:
@@ -375,7 +377,7 @@ class CudaModel:
         experts' sum, or their input, has to be multiplied by."""
         logits: Tensor = mlp.router(x)
         assert self._spec.experts is not None
-        if self._spec.experts.scoring is Scoring.SOFTMAX:
+        if self._spec.experts.is_plain_softmax:
             return logits, None
         chosen, factors = mlp.choose(logits)
         total = factors.sum(-1, keepdim=True)
@@ -393,8 +395,3 @@ def _fold_expert_scales(weights: Weights) -> None:
         if isinstance(layer.mlp, MlpBesideExperts) and layer.mlp.experts.scales is not None:
             # In place: the KV cache is allocated by now, and a copy in fp32 may not fit beside it.
             layer.mlp.experts.down.mul_(layer.mlp.experts.scales[:, None, None])
-
-
-def logits_dtype(spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of ``CudaModel.logits``."""
-    return dtype if spec.logit_soft_cap is None else torch.float32

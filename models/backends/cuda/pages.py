@@ -20,10 +20,11 @@ class DevicePages:
     """Pages of 16 tokens. Layers whose heads have the same sizes have one tensor."""
 
     whole: tuple[Tensor, ...]
-    """(layers, blocks, 2, KV heads, 16, head size) each: keys, then values."""
+    """(layers, blocks, 2, KV heads, 16, head size) each: keys, then values; of latents, (layers, blocks, 1, 1, 16,
+    size)."""
     of_layers: tuple[Tensor | None, ...]
-    """(blocks, 2, KV heads, 16, head size): the pages that each layer attends to, its own or an earlier layer's; None
-    without attention."""
+    """(blocks, 2, KV heads, 16, head size), or (blocks, 1, 1, 16, size): the pages that each layer attends to, its own
+    or an earlier layer's; None without attention."""
 
     @classmethod
     def allocate(
@@ -33,7 +34,8 @@ class DevicePages:
         whole: list[Tensor] = []
         found: dict[int, Tensor] = {}
         for (num_kv_heads, head_dim), layers in spec.layers_by_kv_sizes(part).items():
-            shape = (len(layers), num_blocks, 2, num_kv_heads, PAGE_SLOTS, head_dim)
+            sections = 2 if spec.latent is None else 1
+            shape = (len(layers), num_blocks, sections, num_kv_heads, PAGE_SLOTS, head_dim)
             whole.append(torch.empty(shape, dtype=dtype, device=device))
             found.update(zip(layers, whole[-1], strict=True))
         return cls(tuple(whole), tuple(found.get(spec.kv_sources[layer]) for layer in part or range(spec.num_layers)))

@@ -1,15 +1,15 @@
 """The properties of a loaded model that its kernels are compiled for."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
+from penstock.kernels.cuda.latent_kv import LatentShape
 from penstock.kernels.cuda.model_shapes import Mixture, ModelShape
 from penstock.kernels.cuda.recurrent.shapes import RecurrentShape
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.architecture.spec_parts import Experts, NormKind, NormPlacement, QkNorm, Scoring
-from penstock.models.backends.cuda.model import logits_dtype
+from penstock.models.architecture.spec_parts import LATENT_NORM_EPS, Experts, NormKind, NormPlacement, QkNorm
 from penstock.models.backends.cuda.recurrent import recurrent_shape
 from penstock.models.backends.cuda.steps.states import slot_floats
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
@@ -56,6 +56,7 @@ def shape_of(
         ends_layers=inputs is not None or spec.layer_scalars,
         has_mlp_beside_experts=is_beside,
         recurrent=tuple(dict.fromkeys(_recurrent_shapes(spec, dtype))),
+        latent=None if spec.latent is None else LatentShape(**asdict(spec.latent), norm_eps=LATENT_NORM_EPS),
         windows=tuple(dict.fromkeys(spec.windows)),
         chunked_windows=spec.chunked_windows,
         attention_scale=spec.attention_scale,
@@ -120,7 +121,12 @@ def _mixture(experts: Experts) -> Mixture:
     return Mixture(
         num_experts=experts.num_experts,
         per_token=experts.per_token,
-        normalise=experts.normalise or experts.scoring is Scoring.SIGMOID,
+        normalise=experts.normalise or not experts.is_plain_softmax,
         biased=experts.biased,
         scales_inputs=experts.scales_inputs,
     )
+
+
+def logits_dtype(spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of ``CudaModel.logits``."""
+    return dtype if spec.logit_soft_cap is None else torch.float32

@@ -67,7 +67,7 @@ class Sequences:
             needed[tables[row, positions // PAGE_SLOTS], positions % PAGE_SLOTS] = True
             tables[row, -(-context // PAGE_SLOTS) :] = 1 << 30
             tables[row, : lowest // PAGE_SLOTS] = 1 << 30
-        pages[~needed[:, None, None, :].expand(-1, 2, pages.shape[2], -1)] = math.nan
+        pages[~needed[:, None, None, :].expand(-1, *pages.shape[1:3], -1)] = math.nan
         kv = replace(self.kv, pages=pages.to(self.kv.pages.dtype))
         return replace(self, kv=kv, batch=replace(self.batch, tables=tables))
 
@@ -85,11 +85,11 @@ def sequences(shape: AttentionShape, lengths: list[tuple[int, int]], seed: int =
         tables[row, :count] = ids[used : used + count]
         used += count
     heads = shape.num_kv_heads
-    pages = torch.randn(len(ids) + 1, 2, heads, PAGE_SLOTS, shape.head_dim, generator=generator)
+    pages = torch.randn(len(ids) + 1, *shape.page_shape, generator=generator)
     scales = torch.ones(2, heads)
     if shape.kv_dtype == torch.float8_e4m3fn:
         scales = torch.rand(2, heads, generator=generator) + 0.5
-    query = torch.randn(sum(n for n, _ in lengths), shape.num_heads, shape.head_dim, generator=generator)
+    query = torch.randn(sum(n for n, _ in lengths), shape.num_heads, shape.key_dim, generator=generator)
     chosen = torch.randn(shape.num_heads, generator=generator) if sinks else torch.full((shape.num_heads,), -math.inf)
     starts = [0, *itertools.accumulate(n for n, _ in lengths)]
     batch = RaggedRows(
@@ -113,7 +113,7 @@ def computed(step: Sequences, max_queries: int = 1, multiprocessors: int = 2) ->
         room.mixed.fill_(math.nan)
         room.weights.fill_(math.nan)
     plan_attention(shape, step.batch, starts, multiprocessors)
-    out = torch.full_like(step.query, math.nan)
+    out = torch.full_like(step.query[..., step.shape.rotated_dim :], math.nan, memory_format=torch.contiguous_format)
     any_longer = any(n > max_queries for n, _ in step.lengths)
     paged_attention(shape, step.query, step.kv, step.batch, starts, workspace, out, any_longer=any_longer)
     return out
@@ -122,7 +122,8 @@ def computed(step: Sequences, max_queries: int = 1, multiprocessors: int = 2) ->
 def expected(step: Sequences) -> Tensor:
     """By the reference, in fp32."""
     scales = torch.stack((step.kv.key_scales, step.kv.value_scales))
-    keys, values = step.kv.pages.float().permute(1, 2, 0, 3, 4) * scales[:, :, None, None, None]
+    pages = step.kv.pages.float().permute(1, 2, 0, 3, 4) * scales[: step.kv.pages.shape[1], :, None, None, None]
+    keys, values = pages[0], pages[-1]
     starts = step.batch.query_starts.tolist()
     present = [b for b, (n, _) in enumerate(step.lengths) if n]
     shape = step.shape
@@ -138,7 +139,7 @@ def expected(step: Sequences) -> Tensor:
         cap=shape.cap,
         sinks=None if step.kv.sinks.isinf().all() else step.kv.sinks,
         chunked=shape.chunked,
-    )
+    )[..., shape.rotated_dim :]
 
 
 def check(step: Sequences, **options) -> None:
@@ -227,6 +228,15 @@ def test_soft_cap_and_sinks():
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 def test_scores_far_beyond_the_cap():
     check(sequences(replace(SMALL, cap=5.0, scale=100.0), [(1, 40), (20, 20)]))
+
+
+@pytest.mark.parametrize(("rank", "rotated"), [(48, 8), (512, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latents(rank, rotated, dtype):
+    """Decoding, verification, extension and prefill of heads that all attend to the same vectors."""
+    shape = AttentionShape(6, 1, rank, dtype, dtype, scale=0.1, rotated_dim=rotated)
+    lengths = [(1, 70), (3, 40), (0, 0), (20, 33), (17, 300)] if rank < 512 else [(1, 40), (19, 33)]
+    check(sequences(shape, lengths), max_queries=3)
 
 
 @pytest.mark.parametrize("head_dim", [80, 96, 256, 512])

@@ -44,16 +44,15 @@ GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 VARIANTS = [
     "llama-tied-biases-head24", "qwen3-tied-bias-yarn-windows", "gemma2", "gemma3", "gemma4-inputs", "gemma4-experts",
     "olmo2", "phi3-partial-rotary", "gpt-oss", "qwen3-moe-sparse-windows", "cohere-qk-norm", "gpt-neox", "hunyuan",
-    "ministral3", "glm4-moe", "qwen2-moe", "llama4",
+    "ministral3", "glm4-moe", "qwen2-moe", "llama4", "deepseek-v2", "deepseek-v3", "glm4-moe-lite",
 ]  # fmt: skip
 """The cases of ``test_oracle`` that have a kernel, or a path through one, of their own."""
 LONG = (
-    "cohere-qk-norm", "gemma2", "gemma3", "gemma4-experts", "gemma4-inputs", "glm4-moe", "gpt-neox", "hunyuan",
-    "llama-tied-biases-head24", "llama4", "ministral3", "olmo2", "phi3-partial-rotary", "qwen2-moe",
-    "qwen3-moe-sparse-windows",
+    "cohere-qk-norm", "deepseek-v2", "gemma2", "gemma3", "gemma4-experts", "gemma4-inputs", "glm4-moe", "glm4-moe-lite",
+    "gpt-neox", "hunyuan", "llama-tied-biases-head24", "llama4", "ministral3", "olmo2", "phi3-partial-rotary",
+    "qwen2-moe", "qwen3-moe-sparse-windows",
 )  # fmt: skip
-"""Those whose own part plain torch computes between the kernels, or that others have parts of: long tests, since each
-takes seconds in the interpreter."""
+"""Those whose own part plain torch computes, or that others have parts of: each takes seconds in the interpreter."""
 
 
 @pytest.fixture(autouse=True)
@@ -259,6 +258,7 @@ async def test_preempted_rows_go_on(tiny_model, in_process, start_engine):
         pytest.param("gemma4-inputs", "none", True, torch.float32, marks=pytest.mark.soak),
         pytest.param("olmo2", "none", False, torch.float32, marks=pytest.mark.soak),
         pytest.param("llama4", "none", False, torch.bfloat16, marks=pytest.mark.soak),
+        pytest.param("deepseek-v3", "none", False, torch.bfloat16, marks=pytest.mark.soak),
         ("llama-tied-biases-head24", "none", True, torch.float32),
     ],
 )

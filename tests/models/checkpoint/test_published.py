@@ -56,14 +56,12 @@ def test_the_matrix_names_what_has_parts_without_kernels_on_cuda(variant_configs
     plain = {
         spec.architecture
         for spec in specs
-        if spec.latent is None
-        and (
-            spec.norm_kind is NormKind.LAYER
-            or spec.is_parallel
-            or spec.qk_norm_is_last
-            or not spec.gated_mlp
-            or (spec.experts is not None and spec.experts.scoring is Scoring.SIGMOID)
-        )
+        if spec.latent is not None
+        or spec.norm_kind is NormKind.LAYER
+        or spec.is_parallel
+        or spec.qk_norm_is_last
+        or not spec.gated_mlp
+        or (spec.experts is not None and spec.experts.scoring is Scoring.SIGMOID)
     }
     named = PLAIN_ON_CUDA & {spec.architecture for spec in specs}
     assert plain == named, "correct PLAIN_ON_CUDA in models/architecture/lines.py"

@@ -143,6 +143,8 @@ async def test_a_checkpoint_in_fp8_is_dequantised(tiny_model, tmp_path, in_proce
             {"backend": "cpu", "kv_cache_dtype": "int8"},
             "kv-cache-dtype int8: is not for latent attention: give auto or",
         ),
+        ({"backend": "cuda", "kv_cache_dtype": "fp8"}, "kv-cache-dtype fp8: is not for latent attention: give auto or"),
+        ({"backend": "cuda", "deterministic": True}, "--deterministic: is not for latent attention.*: leave it out"),
         ({"backend": "transformers"}, "--backend transformers: this backend does not cache latents: .*reference"),
         ({"backend": "reference", "tensor_parallel_size": 2}, "1 latent for all heads.*: leave it out"),
     ],
