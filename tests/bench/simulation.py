@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--rate",
         type=float,
         default=5.0,
-        help="requests per second of the fitted run, 0.8 times as many on the CPU (default: 5)",
+        help="requests per second of the fitted run, 0.6 times as many on the CPU (default: 5)",
     )
     parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals in each run (default: 40)")
     parser.add_argument("--model", help="a model's directory, or demo (default: the demo's shape, larger)")
@@ -115,8 +115,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print("a worker that sleeps\n")
             compare(folder / "sleeping", options.rate, options.seconds, sleeping_service)
         if options.only != "sleeping":
-            # 1.5 times the rate must leave a core some room: near its limit, a small error makes a queue much longer.
-            rate = 0.8 * options.rate
+            # Each run must leave a core some room: near its limit, a small error makes a queue much longer.
+            rate = 0.6 * options.rate
             flags = [options.model] if options.model else [str(write_large_model(Path(made))), "--load-format=dummy"]
             print("a worker on the CPU\n")
             compare(folder / "cpu", rate, options.seconds, lambda log, **limits: cpu_service(flags, log, **limits))
