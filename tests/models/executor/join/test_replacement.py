@@ -1,6 +1,7 @@
 """What ends on another host ends the group; the next start has the other host again, with its own agent or another."""
 
 import asyncio
+import re
 from contextlib import ExitStack
 from typing import Any
 
@@ -101,7 +102,9 @@ async def test_a_rank_on_another_host_that_ends_is_named(hosts):
 async def test_agents_and_leaders_that_end_end_the_ranks(hosts):
     rank = hosts.rank()
     hosts.agent.terminate()
-    assert "rank 1: node rank 1 (127.0.0.1): the agent is lost: it closed the connection" in str(await hosts.end())
+    # A frame that was on its way to the agent turns the end of the connection into a reset.
+    how = "(it closed the connection|the connection broke)"
+    assert re.search(rf"rank 1: node rank 1 \(127\.0\.0\.1\): the agent is lost: {how}", str(await hosts.end()))
     await until(lambda: has_ended(rank))
     hosts.start_agent()  # another one takes the place
     await hosts.restart()
