@@ -251,22 +251,6 @@ PLAIN_ON_CUDA = LATENT | frozenset(
 )
 """The architectures with parts for which the CUDA backend has no kernels."""
 
-RECURRENT = frozenset(
-    {
-        "FalconH1ForCausalLM",
-        "GraniteMoeHybridForCausalLM",
-        "Lfm2ForCausalLM",
-        "Lfm2MoeForCausalLM",
-        "NemotronHForCausalLM",
-        "Qwen3NextForCausalLM",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeForConditionalGeneration",
-    }
-)
-"""The architectures with recurrent layers."""
-
 COLUMNS = ("line", "architectures", "GGUF", "on cuda", "tools, reasoning", "not served")
 
 

@@ -263,10 +263,6 @@ def _candidates(config: WorkerConfig, info: CheckpointInfo) -> list[str]:
     return [name for name, entry in BACKENDS.items() if entry.device in (kind, None) and name != FOREIGN]
 
 
-def _not_on_cuda(spec: ModelSpec) -> str | None:
-    return "experts without a gate" if spec.experts is not None and not spec.gated_mlp else None
-
-
 def _why_not(name: str, module: ModuleType, config: WorkerConfig, info: CheckpointInfo) -> str | None:
     if isinstance(info.spec, ForeignSpec) and name != FOREIGN:
         return (
@@ -287,8 +283,6 @@ def _why_not(name: str, module: ModuleType, config: WorkerConfig, info: Checkpoi
             f"--pipeline-parallel-size is {config.pipeline_parallel_size}, and this backend has no stages: leave that "
             f"out, or give --backend {able}"
         )
-    if name == "cuda" and (part := _not_on_cuda(info.spec)) is not None:
-        return f"it has {part}, for which there are no kernels yet: give --backend reference, or leave it out"
     if info.spec.has_state and not BACKENDS[name].has_states:
         able = " or ".join(other for other, entry in BACKENDS.items() if entry.has_states)
         return f"{info.spec.architecture} has recurrent layers, which this backend does not run: give --backend {able}"

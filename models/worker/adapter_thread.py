@@ -1,7 +1,9 @@
 """Loads LoRA adapters beside the steps: a thread reads and checks their files, and writes them into unused slots."""
 
+import logging
 import threading
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -13,6 +15,8 @@ from penstock.models.errors import ModelError
 from penstock.models.executor.priority import lower_priority
 from penstock.scheduler.plan import AdapterLoad, AdapterLoaded
 from penstock.scheduler.worker_config import WorkerConfig
+
+logger = logging.getLogger(__name__)
 
 
 class AdapterThread:
@@ -36,13 +40,24 @@ class AdapterThread:
 
     def _run(self) -> None:
         lower_priority(threading.get_native_id())
+        while True:
+            answer = self._answer(self._loads.get())
+            try:
+                self._send(answer)
+            except OSError:
+                return  # the service is gone
+
+    def _answer(self, load: AdapterLoad) -> AdapterLoaded:
         try:
-            # The model's files passed this check before; only the shapes of its linears matter here.
-            spec = check_checkpoint(Path(self._config.model), weights=False).spec
-            while True:
-                self._send(load_adapter(self._backend, spec, self._config.max_lora_rank, self._loads.get()))
-        except OSError:
-            return  # the service is gone
+            return load_adapter(self._backend, self._spec, self._config.max_lora_rank, load)
+        except Exception as error:  # without an answer, this load and all later ones would wait forever
+            logger.exception("%s: the adapter was not loaded", load.path)
+            return AdapterLoaded(error=f"{load.path}: {error}"[:500])
+
+    @cached_property
+    def _spec(self) -> ModelSpec:
+        # The model's files passed this check before; only the shapes of its linears matter here.
+        return check_checkpoint(Path(self._config.model), weights=False).spec
 
 
 def load_adapter(backend: Backend, spec: ModelSpec, max_rank: int, load: AdapterLoad) -> AdapterLoaded:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.models.backends.base import load_backend
+from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import NO_SLOT, AddedRow, Chunk, Decode, SamplingParams, StepPlan
 from penstock.scheduler.worker_config import WorkerConfig
@@ -109,10 +110,9 @@ def measure(name: str, arguments: argparse.Namespace, contexts: Sequence[int]) -
             folder, backend="cpu", quantization=arguments.quantization, load_format="dummy",
             num_threads=arguments.threads, num_blocks=num_blocks + 8, max_model_len=longest, max_num_seqs=4,
         )  # fmt: skip
-        backend = load_backend(config)
+        backend, spec = load_backend(config), check_checkpoint(Path(folder), weights=False).spec
     facts = backend.facts
     assert backend.states is not None, "each of these models has recurrent layers"
-    spec_layers = CONFIGS[name]
     token_bytes = facts.kv_bytes // facts.num_blocks / BLOCK_SIZE
     runner = Runner(backend)
     runner.warm()
@@ -132,26 +132,12 @@ def measure(name: str, arguments: argparse.Namespace, contexts: Sequence[int]) -
                     times[context].append(step_us)
             runner.run(StepPlan(0, [0], [], [], [], []))
     kv = [round(token_bytes * context) for context in contexts]
-    share = num_layers(spec_layers) / num_attention_layers(spec_layers)
+    layers = range(spec.num_layers)
+    share = sum(map(spec.has_mixer, layers)) / sum(map(spec.attends, layers))
     return Figures(
         facts.weight_bytes, facts.state_bytes, kv, [round(size * share) for size in kv],
         [statistics.median(times[context]) / 1e3 for context in contexts],
     )  # fmt: skip
-
-
-def num_layers(config: dict[str, Any]) -> int:
-    """Returns the number of layers that mix tokens."""
-    if "layers_block_type" in config:
-        return sum(kind != "mlp" for kind in config["layers_block_type"])
-    return int(config["num_hidden_layers"])
-
-
-def num_attention_layers(config: dict[str, Any]) -> int:
-    """Returns the number of layers that have attention."""
-    if "layers_block_type" in config:
-        return sum(kind == "attention" for kind in config["layers_block_type"])
-    of_lfm2 = config.get("full_attn_idxs")
-    return len(of_lfm2) if of_lfm2 is not None else int(config["num_hidden_layers"]) // 4  # Qwen's: every fourth
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.models.architecture.lines import LATENT, LINES, RECURRENT
+from penstock.models.architecture.lines import LATENT, LINES
 from penstock.scheduler.plan import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -60,6 +60,21 @@ SETUPS = {
     ),
 }
 
+RECURRENT = frozenset(
+    {
+        "FalconH1ForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "NemotronHForCausalLM",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+    }
+)
+"""The architectures with recurrent layers, which tests/models/hybrid has."""
 NOT_BY_TRANSFORMERS = ("FalconForCausalLM", "Llama4ForCausalLM", "StableLmForCausalLM")
 """Architectures that the backend ``transformers`` refuses: their attention cannot be replaced, or is in chunks."""
 
@@ -133,6 +148,5 @@ async def test_outputs_of_every_variant(any_model, setup, run, record_cell):
 
 def test_every_architecture_of_the_matrix_is_in_the_grid(variant_configs, same):
     in_grid = {name for config in variant_configs.values() for name in config["architectures"]}
-    # tests/models/hybrid has those with recurrent layers.
     in_matrix = {same.get(name, name) for line in LINES for name in line.architectures} - RECURRENT
     assert in_matrix == in_grid, "each needs a variant in variants.json, or a line in SAME in conftest.py here"

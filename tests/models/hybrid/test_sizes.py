@@ -159,7 +159,7 @@ def test_what_does_not_work_with_states_is_refused(hybrid, worker_config, change
 
 
 def test_experts_without_a_gate_are_refused_on_gpus(hybrid, worker_config):
-    with pytest.raises(ModelError, match="experts without a gate, for which there are no kernels yet"):
+    with pytest.raises(ModelError, match="its experts have no gate, for which there are no kernels yet"):
         load_backend(worker_config(hybrid("nemotron-3").path, backend="cuda"))
 
 

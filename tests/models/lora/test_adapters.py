@@ -5,6 +5,7 @@ import asyncio
 import itertools
 import os
 import signal
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 from waiting import until
 
 from penstock.models.executor.process import WorkerProcess
+from penstock.models.worker.adapter_thread import AdapterThread
 from penstock.scheduler.loop.adapter_loader import AdapterError
-from penstock.scheduler.plan import AdapterLoad, SamplingParams
+from penstock.scheduler.plan import AdapterLoad, AdapterLoaded, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 NUM_TOKENS = 12
@@ -147,7 +149,7 @@ async def test_log_probabilities_of_prompts_are_the_adapters(
         torch.testing.assert_close(torch.tensor(chosen), expected, atol=1e-3, rtol=0)
 
 
-async def test_a_worker_process_loads_beside_steps_and_again_after_its_death(
+async def test_a_worker_process_loads_and_loads_again_after_its_death(
     cpu_library, tiny_model, paths, merged, worker_config, start_engine, prompts
 ):
     model, directories = tiny_model("llama"), paths("llama")
@@ -177,3 +179,15 @@ async def test_loads_fail_when_the_worker_ends(tiny_model, worker_config):
     done, _ = await asyncio.wait([late])
     assert done
     assert late.exception() is not None or "no such directory" in late.result().error
+
+
+def test_a_load_that_fails_unexpectedly_is_answered_and_so_is_the_next_one(worker_config, tmp_path):
+    """The model's own files are gone, so not even its spec can be read."""
+    answers: SimpleQueue[AdapterLoaded] = SimpleQueue()
+    backend: Any = None  # nothing comes that far
+    thread = AdapterThread(worker_config(tmp_path / "gone"), backend, answers.put)
+    for _ in range(2):
+        thread.load(AdapterLoad(0, "/adapter"))
+        answer = answers.get(timeout=60)
+        assert "/adapter: " in answer.error
+        assert "gone" in answer.error
