@@ -17,9 +17,12 @@ BLOCK = 2048
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    """The activation function of ``gated_activation``, in fp32."""
+    """The activation function of ``gated_activation``, in fp32. Experts without a gate may also have relu_squared."""
     if ACTIVATION == "silu":
         return x * tl.sigmoid(x)
+    elif ACTIVATION == "relu_squared":
+        positive = tl.where(x < 0, 0.0, x)  # NaN stays
+        return positive * positive
     elif ACTIVATION == "gelu":
         return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
     else:

@@ -45,20 +45,23 @@ def _delta_net() -> RecurrentShape:
     )  # fmt: skip
 
 
-def _mamba2() -> RecurrentShape:
-    """The layer of Granite-4.0-H-Tiny, which has 36."""
-    columns, channels, stride = 6448, 3328, 36 * (3 * 3328 + 48 * 128 * 64)
+def _mamba2(hidden: int, heads: int, groups: int, layers: int) -> RecurrentShape:
+    """A layer whose heads have 64 values and 128 states, of a model that has ``layers`` of them."""
+    inner, keys = heads * 64, groups * 128
+    channels = inner + 2 * keys
+    columns, stride = inner + channels + heads, layers * (3 * channels + heads * 128 * 64)
     return RecurrentShape(
-        convolution=_convolution(columns, channels, 4, 3072, stride, is_biased=True),
+        convolution=_convolution(columns, channels, 4, inner, stride, is_biased=True),
         scan=ScanShape(
-            dtype=torch.bfloat16, columns=columns, channels=channels, query=3200, key=3072, value=0, beta=None,
-            decay=6400, heads=48, key_heads=1, key_size=128, value_size=64, unit_eps=None, least_step=0.0,
-            most_step=None, stride=stride,
+            dtype=torch.bfloat16, columns=columns, channels=channels, query=inner + keys, key=inner, value=0, beta=None,
+            decay=inner + channels, heads=heads, key_heads=groups, key_size=128, value_size=64, unit_eps=None,
+            least_step=0.0, most_step=None, stride=stride,
         ),
         norm=GatedNormShape(
-            dtype=torch.bfloat16, columns=columns, first=0, parts=1, width=3072, weights=1, gates_first=True, eps=1e-5
+            dtype=torch.bfloat16, columns=columns, first=0, parts=groups, width=inner // groups, weights=groups,
+            gates_first=True, eps=1e-5,
         ),
-        products=((columns, 1536, False), (1536, 3072, False)),
+        products=((columns, hidden, False), (hidden, inner, False)),
     )  # fmt: skip
 
 
@@ -272,8 +275,25 @@ SHAPES = {
         expert_size=512,
         shared_size=1024,
         attention_scale=0.0078125,
-        recurrent=(_mamba2(),),
+        recurrent=(_mamba2(hidden=1536, heads=48, groups=1, layers=36),),
         max_positions=131072,
+    ),
+    "Nemotron-3-Nano-30B-A3B": ModelShape(
+        hidden_size=2688,
+        intermediate_size=None,
+        num_heads=32,
+        num_kv_heads=2,
+        head_dim=128,
+        rotary_dim=128,
+        vocab_size=131072,
+        norm_eps=1e-5,
+        activation="relu_squared",
+        gated_mlp=False,
+        experts=Mixture(num_experts=128, per_token=6, normalise=True),
+        expert_size=1856,
+        shared_size=3712,
+        recurrent=(_mamba2(hidden=2688, heads=64, groups=8, layers=23),),
+        max_positions=262144,
     ),
     "Gemma-4-E2B": _gemma4_e2b(),
     "DeepSeek-V3": ModelShape(

@@ -38,7 +38,7 @@ class ModelShape:
 
     hidden_size: int
     intermediate_size: int | None
-    """The intermediate size of the MLP; None if every layer has experts."""
+    """The intermediate size of the MLP with a gate; None if no layer has one."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -60,7 +60,9 @@ class ModelShape:
     norms_queries: bool = False
     """Whether all queries are normalised as one vector, and all keys as another."""
     activation: str = "silu"
-    """silu, gelu or gelu_tanh."""
+    """silu, gelu, gelu_tanh, or relu_squared without a gate."""
+    gated_mlp: bool = True
+    """Whether experts, and the MLP beside them, have a gate."""
     clamped_gate: tuple[float, float] | None = None
     """Alpha and limit of the clamped gate that experts use in place of the activation."""
     experts: Mixture | None = None
@@ -185,7 +187,9 @@ class ModelShape:
         if self.latent is not None:
             attention = [(*product, False) for product in self.latent.products(self.num_heads, hidden)]
         mlp = [self.gate_up, (hidden, self.gate_up[0] // 2, self.mlp_bias)] if self.gate_up else []
-        shared = [(2 * self.shared_size, hidden, False), (hidden, self.shared_size, False)] if self.shared_size else []
+        halves = 2 if self.gated_mlp else 1
+        shared = [(halves * self.shared_size, hidden, False), (hidden, self.shared_size, False)]
+        shared = shared if self.shared_size else []
         inputs = [(own, hidden, False), (hidden, own, False), (self.inputs_of_layers, hidden, False)] if own else []
         return attention + mlp + shared + inputs + [product for kind in self.recurrent for product in kind.products]
 

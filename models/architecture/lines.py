@@ -93,9 +93,13 @@ LINES = (
         f"V3.2 and V4: {_SPARSE}",
     ),
     ModelLine(
-        "Kimi K2, Moonlight",
-        ("DeepseekV3ForCausalLM",),
-        "K2.5 and later: their wrapper is not supported; tiktoken.model is not read: convert it to tokenizer.json",
+        "Kimi K2, Moonlight; Kimi K2.5 and Kimi-VL, for text",
+        (
+            "DeepseekV3ForCausalLM",
+            "KimiK25ForConditionalGeneration",
+            "Kimi_K25ForConditionalGeneration",
+            "KimiVLForConditionalGeneration",
+        ),
     ),
     ModelLine(
         "GLM-4-9B, GLM-4-0414, GLM-4.5 and later",

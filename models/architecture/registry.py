@@ -32,6 +32,9 @@ WRAPPERS = (
     "Gemma4UnifiedForConditionalGeneration",
     "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
+    "Kimi_K25ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "MllamaForConditionalGeneration",
@@ -49,10 +52,12 @@ FOREIGN_WRAPPERS = ("Gemma3nForConditionalGeneration",)
 
 TEXT_MODELS = {
     "cohere2": "Cohere2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",

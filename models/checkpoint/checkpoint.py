@@ -63,7 +63,7 @@ _COMPARED_BYTES = 1 << 24
 _MAX_COMPARED_BYTES = 1 << 34
 """Larger tensors count as different. No model has one this large, but a sparse file can claim to."""
 
-_TOKENIZER, _OTHER_TOKENIZERS = "tokenizer.json", ("tekken.json", "tokenizer.model")
+_TOKENIZER, _OTHER_TOKENIZERS = "tokenizer.json", ("tekken.json", "tokenizer.model", "tiktoken.model")
 """The file of the tokenizer, and those that are fetched in its place if a repository has none."""
 HUB_WEIGHTS = (SINGLE, "model-?????-of-?????.safetensors")
 """The usual file names of weights. If a repository has others, the index names them."""

@@ -204,7 +204,7 @@ def _others(found: Sized) -> str:
 def _read_tokenizer_json(directory: Path, converted: ConvertedTokenizer | None) -> tuple[Path, bytes]:
     """Returns the file that errors name, and the content of tokenizer.json."""
     file = directory / TOKENIZER if converted is None else converted.file
-    remedy = f"fetch it, or tekken.json or tokenizer.model, or {MAKE_TOKENIZER}"
+    remedy = f"fetch it, or tekken.json, tokenizer.model or tiktoken.model, or {MAKE_TOKENIZER}"
     return file if converted is None else converted.origin, read_bytes(file, remedy, MAX_TOKENIZER_BYTES)
 
 

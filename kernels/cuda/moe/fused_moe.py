@@ -24,11 +24,11 @@ class ExpertsWeights:
     a byte, the first one its low half, and each 32 columns of a row have an exponent."""
 
     gate_up: Tensor
-    """(E, 2I, H): gate, then up. In MXFP4 (E, 2I, H / 2)."""
+    """(E, 2I, H): gate, then up; without a gate (E, I, H). In MXFP4 (E, 2I, H / 2)."""
     down: Tensor
     """(E, H, I). In MXFP4 (E, H, I / 2)."""
     gate_up_bias: Tensor | None = None
-    """(E, 2I). Either both biases are given or neither."""
+    """(E, 2I), or (E, I). Either both biases are given or neither."""
     down_bias: Tensor | None = None
     """(E, H)."""
     gate_up_exponents: Tensor | None = None
@@ -39,7 +39,7 @@ class ExpertsWeights:
     def check(self, shape: ExpertsShape) -> None:
         experts, hidden, inner = shape.mixture.num_experts, shape.hidden_size, shape.intermediate_size
         for weight, exponents, rows, columns in (
-            (self.gate_up, self.gate_up_exponents, 2 * inner, hidden),
+            (self.gate_up, self.gate_up_exponents, shape.first_rows, hidden),
             (self.down, self.down_exponents, hidden, inner),
         ):
             assert (exponents is not None) == shape.is_fp4
@@ -48,7 +48,7 @@ class ExpertsWeights:
             else:
                 check(weight, (experts, rows, columns // 2), torch.uint8)
                 check(exponents, (experts, rows, columns // FP4_GROUP), torch.uint8)
-        for bias, width in ((self.gate_up_bias, 2 * inner), (self.down_bias, hidden)):
+        for bias, width in ((self.gate_up_bias, shape.first_rows), (self.down_bias, hidden)):
             assert (bias is not None) == shape.mixture.biased
             if bias is not None:
                 check(bias, (experts, width), shape.dtype)
@@ -104,7 +104,8 @@ def fused_moe(
 ) -> None:
     """out_t = sum over t's experts e of p_te * (down_e(act(g) * u) + b_e), where g = gate_e(x_t), u = up_e(x_t).
 
-    If the mixture scales inputs, it is the sum of down_e(act(g) * u) + b_e, with gate_e and up_e of p_te x_t.
+    Without a gate, act(u) replaces act(g) * u. If the mixture scales inputs, it is the sum of down_e(act(g) * u) + b_e,
+    with gate_e and up_e of p_te x_t.
 
     ``x`` and ``out`` are (T, H) in the model's dtype and may be the same tensor; ``logits`` (T, E) come from the
     router. A token's experts are those of its k largest logits, and p_te is their softmax; see ``route``. Each term,

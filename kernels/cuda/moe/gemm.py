@@ -149,6 +149,7 @@ def gate_up_kernel(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     PER_TOKEN: tl.constexpr,
+    GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -159,7 +160,7 @@ def gate_up_kernel(
     PDL: tl.constexpr,
 ):
     """A program computes BLOCK_N columns of the activations of a tile's pairs, from BLOCK_N columns each of gate and
-    up. With ``pair_weights``, the inputs are multiplied by them."""
+    up, or of up if there is no gate. With ``pair_weights``, the inputs are multiplied by them."""
     await_inputs(PDL)
     made = tl.load(num_tiles)
     tile, block = _place(made, tl.cdiv(INNER, BLOCK_N))
@@ -171,21 +172,28 @@ def gate_up_kernel(
     pair = tl.load(pairs + at, mask=live, other=0)
     token = pair // PER_TOKEN
 
-    # Gate and up alternate, so that both values of a column are in one thread. After the last column, it is read again.
-    turn = tl.arange(0, 2 * BLOCK_N)
-    row = expert * (2 * INNER) + turn % 2 * INNER + tl.minimum(block * BLOCK_N + turn // 2, INNER - 1)
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    if GATED:
+        # Both alternate, so that the values of a column are in one thread. After the last column, it is read again.
+        turn = tl.arange(0, 2 * BLOCK_N)
+        row = expert * (2 * INNER) + turn % 2 * INNER + tl.minimum(block * BLOCK_N + turn // 2, INNER - 1)
+    else:
+        row = expert * INNER + tl.minimum(column, INNER - 1)
+    rows: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     left = x + token.to(tl.int64) * HIDDEN
-    made = _multiplied_rows(left, live, weight, exponents, row, HIDDEN, PRODUCT, BLOCK_M, 2 * BLOCK_N, BLOCK_K)
+    made = _multiplied_rows(left, live, weight, exponents, row, HIDDEN, PRODUCT, BLOCK_M, rows, BLOCK_K)
     if pair_weights is not None:  # the product of the scaled input, in fp32
         made *= tl.load(pair_weights + pair, mask=live, other=0.0)[:, None]
     if bias is not None:
         made += tl.load(bias + row).to(tl.float32)[None, :]
-    gate, up = tl.split(tl.reshape(made, (BLOCK_M, BLOCK_N, 2)))
-    if ALPHA is not None:
-        result = clamped_gate(gate, up, ALPHA, LIMIT)
+    if GATED:
+        gate, up = tl.split(tl.reshape(made, (BLOCK_M, BLOCK_N, 2)))
+        if ALPHA is not None:
+            result = clamped_gate(gate, up, ALPHA, LIMIT)
+        else:
+            result = activated(gate, ACTIVATION) * up
     else:
-        result = activated(gate, ACTIVATION) * up
-    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        result = activated(made, ACTIVATION)
     target = out + at.to(tl.int64)[:, None] * INNER + column[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=live[:, None] & (column < INNER)[None, :])
 
@@ -294,7 +302,13 @@ def _product_variant(
 def gate_up_variant(shape: ExpertsShape, tiles: ExpertsTiles) -> KernelVariant:
     """The variant of the first product, gate and up, with the given tiles."""
     alpha, limit = shape.clamped_gate or (None, None)
-    constants = {"PER_TOKEN": shape.mixture.per_token, "ACTIVATION": shape.activation, "ALPHA": alpha, "LIMIT": limit}
+    constants = {
+        "PER_TOKEN": shape.mixture.per_token,
+        "GATED": shape.gated,
+        "ACTIVATION": shape.activation,
+        "ALPHA": alpha,
+        "LIMIT": limit,
+    }
     return _product_variant(gate_up_kernel, shape, shape.mixture.scales_inputs, constants, tiles.block_m, tiles.gate_up)
 
 

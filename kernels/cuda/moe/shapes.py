@@ -59,7 +59,9 @@ class ExpertsShape:
     logits_dtype: torch.dtype
     """The dtype of the router's logits."""
     activation: str = "silu"
-    """silu, gelu or gelu_tanh."""
+    """silu, gelu, gelu_tanh or relu_squared."""
+    gated: bool = True
+    """Whether experts have a gate. Without it, the activation is that of up."""
     clamped_gate: tuple[float, float] | None = None
     """Alpha and limit of the clamped gate that replaces the activation."""
     is_fp4: bool = False
@@ -72,6 +74,7 @@ class ExpertsShape:
         assert 1 <= self.mixture.per_token <= self.mixture.num_experts
         assert self.dtype in (torch.float32, torch.bfloat16, torch.float16)
         assert self.logits_dtype in (torch.float32, self.dtype)
+        assert self.gated or (self.clamped_gate is None and not self.is_fp4)
         assert not self.is_fp4 or self.hidden_size % FP4_GROUP == self.intermediate_size % FP4_GROUP == 0
 
     @classmethod
@@ -85,10 +88,16 @@ class ExpertsShape:
             shape.dtype,
             shape.dtype,
             shape.activation,
+            shape.gated_mlp,
             shape.clamped_gate,
             shape.has_fp4_experts,
             shape.deterministic,
         )
+
+    @property
+    def first_rows(self) -> int:
+        """The rows of an expert in the first product: gate and up, or up."""
+        return (2 if self.gated else 1) * self.intermediate_size
 
     @property
     def block_experts(self) -> int:

@@ -229,8 +229,6 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
     dtype = dtype_name_of(config, info)
     if dtype not in DTYPES:
         return f"--dtype is {config.dtype}, here {dtype}, and this backend has {', '.join(DTYPES)}: give one of them"
-    if spec.experts is not None and not spec.gated_mlp:
-        return "its experts have no gate, for which there are no kernels yet: give --backend reference, or leave it out"
     rows = max((mixer.matrices[1] for mixer in spec.recurrent if mixer is not None), default=0)
     if rows > MAX_KEY_SIZE:
         return f"the states of its recurrent layers have {rows} rows, and this backend runs up to {MAX_KEY_SIZE}"

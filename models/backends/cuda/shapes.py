@@ -50,6 +50,7 @@ def shape_of(
         norms_heads=norms_heads,
         norms_queries=spec.qk_norm is QkNorm.ALL,
         activation=ACTIVATION_NAMES[spec.activation],
+        gated_mlp=spec.gated_mlp,
         norms_values=spec.value_norm,
         input_size=0 if inputs is None else inputs.size,
         inputs_of_layers=0 if inputs is None else inputs.size * spec.num_layers,

@@ -18,18 +18,21 @@ HUNYUAN_DENSE = (
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 )
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def _cased(ending: str) -> str:
-    """Words that begin with capital letters, and a new word at each capital letter after a small one."""
+def _cased(ending: str, but: str = "") -> str:
+    """Words that begin with capital letters, and a new word at each capital letter after a small one.
+    ``but`` excludes characters from them."""
     begin = r"[^\r\n\p{L}\p{N}]?"
-    return f"{begin}{_UPPER}*{_LOWER}+{ending}|{begin}{_UPPER}+{_LOWER}*{ending}"
+    upper, lower = f"[{_UPPER}{but}]", f"[{_LOWER}{but}]"
+    return f"{begin}{upper}*{lower}+{ending}|{begin}{upper}+{lower}*{ending}"
 
 
 TEKKEN = _cased("") + r"|\p{N}" + _CASED_REST
 GPT_4O = _cased(_CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _CASED_REST
+KIMI_K2 = r"\p{Han}+|" + _cased(_CONTRACTIONS + "?", but=r"&&[^\p{Han}]") + r"|\p{N}{1,3}" + _REST
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ PRE_TOKENIZERS = {
     "gpt-4o": PreTokenizer(split_words(GPT_4O)),
     "hunyuan": PreTokenizer(split_words(QWEN2)),
     "hunyuan-dense": PreTokenizer(split_words(*HUNYUAN_DENSE)),
+    "kimi-k2": PreTokenizer(split_words(KIMI_K2), ignore_merges=True),
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,

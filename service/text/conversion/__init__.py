@@ -1,1 +1,1 @@
-"""Converts tokenizers in other formats, tekken.json and tokenizer.model, to a tokenizer.json."""
+"""Converts tokenizers in other formats, tekken.json, tokenizer.model and tiktoken.model, to a tokenizer.json."""

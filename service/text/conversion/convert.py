@@ -8,16 +8,17 @@ from penstock.models.checkpoint.files.model_files import MAX_SENTENCEPIECE_BYTES
 from penstock.service.text.conversion.described import ConversionError, DescribedTokenizer
 from penstock.service.text.conversion.sentencepiece_model import convert_sentencepiece
 from penstock.service.text.conversion.tekken import convert_tekken
+from penstock.service.text.conversion.tiktoken_model import convert_tiktoken
 from penstock.service.text.tokenizer_config import TokenizerConfig, TokenizerError, read_bytes, read_tokenizer_config
 from penstock.service.text.tokenizer_files import MAKE_TOKENIZER, TOKENIZER, ConvertedTokenizer
 
-TEKKEN, SENTENCEPIECE = "tekken.json", "tokenizer.model"
+TEKKEN, SENTENCEPIECE, TIKTOKEN = "tekken.json", "tokenizer.model", "tiktoken.model"
 
 
 def convert_tokenizer(directory: Path, into: Path) -> ConvertedTokenizer | None:
     """Writes a tokenizer.json into the directory ``into`` if ``directory`` has none, but another file that describes
     its tokenizer. Returns None if it has no such file, or needs none. Raises TokenizerError."""
-    names = (TOKENIZER, TEKKEN, SENTENCEPIECE)
+    names = (TOKENIZER, TEKKEN, SENTENCEPIECE, TIKTOKEN)
     found = next((directory / name for name in names if (directory / name).exists()), None)
     if found is None or found.name == TOKENIZER:
         return None
@@ -37,4 +38,6 @@ def convert_tokenizer(directory: Path, into: Path) -> ConvertedTokenizer | None:
 def _convert(file: Path, content: bytes, config: TokenizerConfig) -> DescribedTokenizer:
     if file.name == TEKKEN:
         return convert_tekken(content, config.fields)
+    if file.name == TIKTOKEN:
+        return convert_tiktoken(content, config.fields.get("tokenizer_class"), config.decoder)
     return convert_sentencepiece(content, config.fields, config.decoder)

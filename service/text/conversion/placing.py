@@ -11,7 +11,7 @@ from penstock.service.text.tokenizer_files import TOKENIZER, ConvertedTokenizer
 
 def place_tokenizer(path: Path, resources: ExitStack) -> tuple[Path, ConvertedTokenizer | None]:
     """Returns the directory with the tokenizer of the model at ``path``, a directory or a GGUF file, and what a
-    tekken.json or tokenizer.model was converted to. Directories that it makes exist as long as ``resources``. Raises
+    file of another format was converted to. Directories that it makes exist as long as ``resources``. Raises
     ModelError and TokenizerError."""
     directory = path if path.is_dir() else _unpack(path, resources)
     if (directory / TOKENIZER).exists():

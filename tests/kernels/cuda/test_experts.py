@@ -31,14 +31,14 @@ def random_weights(shape, device):
     def made(*sizes, scale):
         return torch.randn(sizes, device=device).mul_(scale).to(shape.dtype)
 
-    biases = [made(experts, width, scale=1) if shape.mixture.biased else None for width in (2 * inner, hidden)]
+    biases = [made(experts, width, scale=1) if shape.mixture.biased else None for width in (shape.first_rows, hidden)]
     if shape.is_fp4:
         codes = [torch.randint(0, 256, sizes, dtype=torch.uint8, device=device)
                  for sizes in ((experts, 2 * inner, hidden // 2), (experts, hidden, inner // 2))]  # fmt: skip
         exponents = [torch.randint(0, 2, (*part.shape[:2], part.shape[2] // 16), device=device) for part in codes]
         exponents = [part.add_(124).to(torch.uint8) for part in exponents]
         return ExpertsWeights(*codes, *biases, *exponents)
-    gate_up = made(experts, 2 * inner, hidden, scale=3 * hidden**-0.5)  # some beyond a gate's limit
+    gate_up = made(experts, shape.first_rows, hidden, scale=3 * hidden**-0.5)  # some beyond a gate's limit
     return ExpertsWeights(gate_up, made(experts, hidden, inner, scale=inner**-0.5), *biases)
 
 
@@ -73,7 +73,9 @@ def run(shape, x, logits, weights, num_live=None, room=None, out=None):
 
 
 def expected_of(shape, x, logits, weights, dtype=torch.float64):
-    if shape.clamped_gate is None:
+    if not shape.gated:
+        activation = partial(reference.activate, activation=shape.activation)
+    elif shape.clamped_gate is None:
         activation = partial(reference.gated_activation, activation=shape.activation)
     else:
         activation = partial(reference.clamped_gate, alpha=shape.clamped_gate[0], limit=shape.clamped_gate[1])
@@ -106,6 +108,7 @@ def check_mixture(shape, inputs, weights, dtype=torch.float64):
 
 
 FP32, BF16, FP16 = ULP
+UNGATED = {"gated": False, "activation": "relu_squared"}
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,9 @@ FP32, BF16, FP16 = ULP
         (9, (6, 4, 72, 136, BF16, True), {"clamped_gate": (1.702, 1.0)}),
         (12, (24, 4, 72, 40, FP32), {}),  # more tiles than are multiplied together
         (20, (3, 1, 64, 128, BF16), {}),
+        (7, (5, 3, 136, 72, BF16), UNGATED),
+        (20, (3, 3, 64, 35, FP32, True), UNGATED),
+        (130, (2, 2, 40, 136, FP16), UNGATED),
         (20, (3, 3, 64, 64, FP32, True), {"deterministic": True}),
         (130, (2, 2, 40, 136, BF16), {}),
         (130, (2, 2, 40, 136, FP32), {}),
@@ -171,8 +177,9 @@ def test_a_token_s_bits_are_the_same_in_every_batch(device, rows_alike):
         assert torch.equal(run(shape, x[some], logits[some], weights), together[some])
 
 
-def test_a_token_s_faults_are_its_own(device):
-    shape = make_shape(4, 2, 40, 24, clamped_gate=(1.702, 7.0))
+@pytest.mark.parametrize("changes", [{"clamped_gate": (1.702, 7.0)}, UNGATED])
+def test_a_token_s_faults_are_its_own(changes, device):
+    shape = make_shape(4, 2, 40, 24, **changes)
     x, logits = random_inputs(shape, 6, device)
     x[2], x[3], logits[5] = torch.nan, torch.inf, torch.nan
     out = run(shape, x, logits, random_weights(shape, device))
@@ -262,3 +269,5 @@ def test_what_does_not_fit_is_refused(device):
         replace(shape, logits_dtype=torch.float16)
     with pytest.raises(AssertionError):
         replace(shape, is_fp4=True)  # groups of 32 do not fit
+    with pytest.raises(AssertionError):
+        replace(shape, gated=False, clamped_gate=(1.702, 7.0))

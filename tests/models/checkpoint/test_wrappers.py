@@ -91,6 +91,39 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": {**EYES, "head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 16},
         },
     ),
+    "kimi-k2.5": (
+        "Kimi_K25",
+        {
+            "text_config": {
+                "model_type": "deepseek_v3",
+                **TEXT,
+                "num_key_value_heads": 4,
+                "q_lora_rank": 24,
+                "kv_lora_rank": 32,
+                "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 16,
+                "n_routed_experts": 4,
+                "num_experts_per_tok": 2,
+                "n_group": 1,
+                "topk_group": 1,
+                "moe_intermediate_size": 24,
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 1,
+                "tie_word_embeddings": False,
+            },
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "pos_emb_height": 4,
+                "pos_emb_width": 4,
+            },
+            "projection_hidden_size": 32,
+            "tie_word_embeddings": False,
+        },
+    ),  # fmt: skip
     "llama4": (
         "Llama4",
         {
@@ -173,6 +206,14 @@ def turn_experts(path: Path) -> None:
     save_file(tensors, path / "model.safetensors")
 
 
+def name_layers(path: Path) -> None:
+    """Names layers as Kimi K2.5 is published. transformers, which reads these names, writes others."""
+    tensors = load_file(path / "model.safetensors")
+    written = "language_model.model.blocks."
+    renamed = {name.replace(written, "language_model.model.layers."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, path / "model.safetensors")
+
+
 def add_unused(path: Path) -> None:
     """Adds the tensors that Gemma 4 is published with, though its last layers take keys and values from others."""
     tensors = load_file(path / "model.safetensors")
@@ -200,6 +241,8 @@ async def test_text_is_that_of_the_whole_model(
         turn_experts(tmp_path)
     if name == "gemma4":
         add_unused(tmp_path)
+    if name == "kimi-k2.5":
+        name_layers(tmp_path)
     prompt = [3, 9, 1, 33, 12, 5, 70, 81, 2, 14, 99, 4]
     engine = await start_engine(in_process(tmp_path, backend=backend, max_model_len=64))
     [answer] = await engine.run([prompt], SamplingParams(temperature=0.0), 12)
@@ -225,6 +268,17 @@ def test_a_config_without_a_text_config_is_read_as_published(tmp_path: Path) -> 
     for absent in ({}, {"text_config": None}):
         (tmp_path / "config.json").write_text(json.dumps({**text, **config, **absent}))
         assert check_checkpoint(tmp_path).spec.architecture == "Qwen2ForCausalLM"
+
+
+def test_kimi_k25_is_read_as_published(tmp_path: Path) -> None:
+    """Its config.json has the names of the classes that are published with it."""
+    build("kimi-k2.5", tmp_path)
+    name_layers(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["architectures"] = ["KimiK25ForConditionalGeneration"]
+    config["text_config"]["model_type"] = "kimi_k2"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert check_checkpoint(tmp_path).spec.architecture == "DeepseekV3ForCausalLM"
 
 
 def test_an_unknown_language_model_is_named(tmp_path: Path) -> None:

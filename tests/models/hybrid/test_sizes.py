@@ -158,11 +158,6 @@ def test_what_does_not_work_with_states_is_refused(hybrid, worker_config, change
         load_backend(config)
 
 
-def test_experts_without_a_gate_are_refused_on_gpus(hybrid, worker_config):
-    with pytest.raises(ModelError, match="its experts have no gate, for which there are no kernels yet"):
-        load_backend(worker_config(hybrid("nemotron-3").path, backend="cuda"))
-
-
 def test_a_quantised_checkpoint_is_refused(hybrid, worker_config, monkeypatch):
     path = hybrid("lfm2").path
     scheme = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}

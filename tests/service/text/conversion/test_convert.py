@@ -8,7 +8,7 @@ import pytest
 
 from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.text.conversion.convert import SENTENCEPIECE, TEKKEN, convert_tokenizer
+from penstock.service.text.conversion.convert import SENTENCEPIECE, TEKKEN, TIKTOKEN, convert_tokenizer
 from penstock.service.text.tokenizer_config import TokenizerError
 from penstock.service.text.tokenizer_files import TOKENIZER, predict_facts
 
@@ -38,13 +38,13 @@ def test_a_directory_without_a_tokenizer_is_told_which_files_it_may_have(tmp_pat
     with pytest.raises(TokenizerError) as caught:
         serve(tmp_path)
     assert re.fullmatch(
-        rf"{tmp_path}/tokenizer\.json: is missing: fetch it, or tekken\.json or tokenizer\.model, or make a "
-        r"tokenizer\.json with AutoTokenizer\.\S+ of transformers",
+        rf"{tmp_path}/tokenizer\.json: is missing: fetch it, or tekken\.json, tokenizer\.model or tiktoken\.model, or make "
+        r"a tokenizer\.json with AutoTokenizer\.\S+ of transformers",
         str(caught.value),
     )
 
 
-@pytest.mark.parametrize(("name", "mib"), [(TEKKEN, 128), (SENTENCEPIECE, 16)])
+@pytest.mark.parametrize(("name", "mib"), [(TEKKEN, 128), (SENTENCEPIECE, 16), (TIKTOKEN, 16)])
 def test_a_file_that_is_too_large_is_not_read(name, mib, tmp_path, serve):
     with open(tmp_path / name, "wb") as stream:
         stream.truncate((mib << 20) + 1)
