@@ -123,7 +123,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
             "projection_hidden_size": 32,
             "tie_word_embeddings": False,
         },
-    ),  # fmt: skip
+    ),
     "llama4": (
         "Llama4",
         {

@@ -38,8 +38,8 @@ def test_a_directory_without_a_tokenizer_is_told_which_files_it_may_have(tmp_pat
     with pytest.raises(TokenizerError) as caught:
         serve(tmp_path)
     assert re.fullmatch(
-        rf"{tmp_path}/tokenizer\.json: is missing: fetch it, or tekken\.json, tokenizer\.model or tiktoken\.model, or make "
-        r"a tokenizer\.json with AutoTokenizer\.\S+ of transformers",
+        rf"{tmp_path}/tokenizer\.json: is missing: fetch it, or tekken\.json, tokenizer\.model or tiktoken\.model, or "
+        r"make a tokenizer\.json with AutoTokenizer\.\S+ of transformers",
         str(caught.value),
     )
 
