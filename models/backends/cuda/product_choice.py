@@ -61,7 +61,7 @@ class MeasuredProduct:
 
 
 class ProductChoice:
-    """Which products of few tokens torch computes. Before ``measure`` none: the kernels compute all of them."""
+    """Knows which products of few tokens torch computes. Before ``measure`` the kernels compute all of them."""
 
     def __init__(self) -> None:
         self.measured: list[MeasuredProduct] = []
@@ -113,7 +113,7 @@ class ProductChoice:
             f"{rows} x {columns} of {', '.join(form.tokens_text for form in forms)} tokens"
             for (rows, columns), forms in by_shape
         ]
-        rest = f" ({num_unmeasured} were not measured, for want of time)" if num_unmeasured else ""
+        rest = f" ({num_unmeasured} were not measured, since the time was over)" if num_unmeasured else ""
         if not torchs:
             return f"products of up to {TOKEN_BUCKETS[-1]} tokens: the kernels compute all of them{rest}"
         return f"products of few tokens that cuBLAS computes, which was faster here: {'; '.join(torchs)}{rest}"
