@@ -26,6 +26,7 @@ from penstock.kernels.cuda.latent_kv import LatentShape, latent_kv_variant
 from penstock.kernels.cuda.lora import lora_expand_variant, lora_shrink_variant
 from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.moe.fused_moe import fused_moe_variants
+from penstock.kernels.cuda.moe.grouped_mm import grouped_moe_variants, has_grouped_mm
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
 from penstock.kernels.cuda.norm import add_rms_norm_variant, rms_norm_variant
 from penstock.kernels.cuda.quantized.gemm import gemm_variants
@@ -181,6 +182,13 @@ def _few_tokens_product(
             yield from skinny_gemm_variants(shape.dtype, rows, columns, most, activation, is_biased=is_biased)
 
 
+def measured_variants(shape: ModelShape) -> Iterator[KernelVariant]:
+    """What a model launches besides ``variants`` where torch is measured to be faster."""
+    experts = None if shape.experts is None else ExpertsShape.of(shape)
+    if experts is not None and has_grouped_mm(experts, torch.device("cpu")):
+        yield from grouped_moe_variants(experts)
+
+
 def quantized_variants(shape: ModelShape, quantization: str) -> Iterator[KernelVariant]:
     """Matrix products with the weights of a layer, for one of the kinds in ``QUANTIZED``."""
     for rows, columns, is_biased in _products(shape):
@@ -213,7 +221,7 @@ def wanted(shapes: Iterable[ModelShape]) -> dict[str, KernelVariant]:
         if shape.latent is not None:
             others = [replace(shape, lora_rank=16)]
         for each in (shape, *others):
-            for variant in chain(variants(each), float_variants(each)):
+            for variant in chain(variants(each), float_variants(each), measured_variants(each)):
                 found.setdefault(describe(variant), variant)
     return found
 

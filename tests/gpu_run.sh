@@ -5,7 +5,7 @@
 #   tests/gpu_run.sh fast            how fast are steps and the service, and what takes the time? steps, service
 #   tests/gpu_run.sh whole           does the service work, also when its worker is killed, and does any kernel touch
 #                                    memory that is not its own? small_service, system, memcheck, racecheck
-#   tests/gpu_run.sh why             what bounds the kernels, and are others faster? counters, peers
+#   tests/gpu_run.sh why             what bounds the kernels, and are others faster? counters, peers, variants
 #   tests/gpu_run.sh compile steps   only these steps
 #
 # `make gpu-wheels`, run elsewhere, downloads the other packages to .whl; they are installed in a folder of their own.
@@ -96,6 +96,8 @@ counters() {
     "$PYTHON" -P -m gpu_bench.launches ${COUNTED:-attention gemm torch.mm}
 }
 peers() { bench peers "${PEERS_SECONDS:-120}" ceilings peers; }
+# The same steps with other choices, one after another, and other tiles of latent attention.
+variants() { bench variants "${VARIANTS_SECONDS:-300}" ceilings latents variants; }
 
 stages=()
 for word in "$@"; do
@@ -103,9 +105,9 @@ for word in "$@"; do
   right) stages+=(facts compile tests kernels) ;;
   fast) stages+=(steps service) ;;
   whole) stages+=(small_service system memcheck racecheck) ;;
-  why) stages+=(counters peers) ;;
+  why) stages+=(counters peers variants) ;;
   facts | compile | tests | kernels | steps | service) stages+=("$word") ;;
-  small_service | system | memcheck | racecheck | counters | peers) stages+=("$word") ;;
+  small_service | system | memcheck | racecheck | counters | peers | variants) stages+=("$word") ;;
   *) stages=() && break ;;
   esac
 done

@@ -20,6 +20,7 @@ from torch import Tensor, distributed
 from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed has them too, but not for mypy
 from torch.nn import functional
 
+from penstock.models.backends.one_shot_sum import OneShotSum, join_one_shot
 from penstock.models.backends.tensor_parallel import ALONE, PeerLost, TensorParallel
 from penstock.scheduler.worker_config import Meeting, WorkerConfig
 
@@ -48,9 +49,15 @@ class Distributed:
         self.size = size
         self._device = device
         self._step_timeout = step_timeout
+        self.one_shot: OneShotSum | None = None
+        """Adds small sums, if the ranks' devices can do that."""
 
     def all_reduce(self, x: Tensor) -> None:
-        """Sums in the dtype of ``x``. Beyond two ranks, a sum's last bits may depend on its place in ``x``."""
+        """Sums in the dtype of ``x``. Beyond two ranks, a sum's last bits may depend on its place in ``x``, unless
+        ``one_shot`` adds."""
+        if self.one_shot is not None and self.one_shot.can_add(x):
+            self.one_shot.add_ranks(x)
+            return
         with _peers():
             distributed.all_reduce(x)
         if self._step_timeout is not None:
@@ -97,7 +104,10 @@ def join(config: WorkerConfig) -> TensorParallel:
             timeout=TIMEOUT if on_one_host else LOADING_TIMEOUT,
             device_id=device if on_gpu else None,
         )
-    return Distributed(rank, size, device, None if on_one_host else STEP_TIMEOUT)
+    made = Distributed(rank, size, device, None if on_one_host else STEP_TIMEOUT)
+    if on_gpu:
+        made.one_shot = join_one_shot(device, rank, size, config.meeting.directory, made.least)
+    return made
 
 
 def _store(meeting: Meeting) -> TCPStore:

@@ -13,10 +13,20 @@ import pytest
 
 pytest.importorskip("triton")  # it has wheels only for Linux
 
+import torch
+from gpu_bench import kernels, latent_kernels
 from gpu_bench.apart import Failed, Send, run_apart
-from gpu_bench.figures import TABLES, LeftOut
+from gpu_bench.figures import BASELINE, TABLES, VARIANTS, KernelFigures, LeftOut
 from gpu_bench.launches import launch
 from gpu_bench.sizes import TINY
+from gpu_bench.variants import CHANGES
+
+from penstock.kernels.cuda.activation import gated_activation_variant
+from penstock.kernels.cuda.attention.plan import DecodeShape
+from penstock.kernels.cuda.core import launch as launch_module
+from penstock.models.backends.cuda.experts import ExpertLayers
+from penstock.models.backends.cuda.linear import CudaLinears
+from penstock.models.backends.cuda.product_choice import ProductChoice
 
 
 @pytest.mark.soak
@@ -44,10 +54,9 @@ def test_everything_runs_with_tiny_shapes_and_has_every_key(tmp_path: Path) -> N
     assert all(line["same_tokens"] for line in lines["deterministic"])
     fit = LeftOut("decode", "tiny float32 batch 2 context 96", "its KV does not fit")
     # Libraries are for GPUs.
-    of_libraries = ("attention {", "fp8_product", "experts_product")
-    assert [line for line in lines["left_out"] if not any(name in line["what"] for name in of_libraries)] == [
-        asdict(fit)
-    ]
+    of_libraries = ("attention {", "fp8_product", "by_torch", "variants fa", "variants flashinfer")
+    left_out = {f"{line['part']}: {line['what']}": line for line in lines["left_out"]}
+    assert [line for name, line in left_out.items() if not any(part in name for part in of_libraries)] == [asdict(fit)]
     for engine in ("transformers static", "penstock --deterministic"):
         assert f"| tiny | {engine} |" in done.stdout
     assert "tiny float32 batch 2 context 96: its KV does not fit" in done.stdout
@@ -81,3 +90,36 @@ def test_a_part_that_dies_is_reported(capfd: pytest.CaptureFixture[str]) -> None
 def test_launches_for_a_profiler_are_chosen_by_the_names_of_kernels() -> None:
     launched = launch(["rms", "prep"], TINY)
     assert launched == ["rms_norm: 3 tokens", "prepare, commit: 2 rows"]
+
+
+def test_tiles_of_latent_attention_are_right() -> None:
+    [line] = kernels.measure(latent_kernels.CASES[-1:], TINY.latents, TINY, None)
+    assert isinstance(line, KernelFigures), line
+    assert line.is_right
+
+
+def test_a_variant_changes_what_its_name_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[tuple[Any, str]] = [
+        (CudaLinears, "measure"), (ExpertLayers, "measure"), (ProductChoice, "is_torchs"),
+        (launch_module, "PDL_CAPABILITY"), (DecodeShape, "extended"),
+    ]  # fmt: skip
+    for owner, name in changed:
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # and so they are put back
+    shape = DecodeShape(TINY.models[0].shape.attention_of(None), 1)
+    early = gated_activation_variant(torch.bfloat16, 8, "silu")
+
+    def is_early() -> Any:
+        return early._for_capability(90)[0]["PDL"]
+
+    assert (is_early(), ProductChoice().is_torchs(8, 8, 1)) == (True, False)
+    assert shape.extended is not None
+    assert tuple(CHANGES) == VARIANTS
+    CHANGES[BASELINE].apply()
+    assert is_early()
+    for name in ("products by cuBLAS", "late launches", "undivided turns"):
+        CHANGES[name].apply()
+    assert (is_early(), ProductChoice().is_torchs(8, 8, 1)) == (False, True)
+    assert shape.extended is None
+    with pytest.raises(ModuleNotFoundError) as missing:
+        CHANGES["flashinfer"].apply()
+    assert missing.value.name == "flashinfer"

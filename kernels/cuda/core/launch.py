@@ -140,6 +140,12 @@ def capability_of(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def shared_bytes_of(device: torch.device) -> int:
+    """The shared memory that one program can have on a GPU, in bytes."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
 class Launches:
     """Detects kernels that are compiled after the warm-up. A request waits for the compilation, so the warm-up was
     incomplete."""

@@ -149,4 +149,4 @@ def fused_moe(
     )
     variant = sum_variant(shape.dtype, shape.hidden_size, shape.mixture.per_token)
     grid = (num_tokens, triton.cdiv(shape.hidden_size, variant.constants["BLOCK"]))
-    variant.launch(grid, room.parts, query_starts, out, query_starts.shape[0] - 1)
+    variant.launch(grid, room.parts, None, None, query_starts, out, query_starts.shape[0] - 1)

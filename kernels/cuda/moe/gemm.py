@@ -243,6 +243,8 @@ def down_kernel(
 @triton.jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["num_sequences"])
 def sum_kernel(
     parts,
+    places,
+    pair_weights,
     query_starts,
     out,
     num_sequences,
@@ -251,7 +253,8 @@ def sum_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program computes BLOCK columns of a token's sum, in the order of its experts."""
+    """A program computes BLOCK columns of a token's sum, in the order of its experts. The results of its pairs are
+    adjacent and weighted; with ``places`` they are anywhere, and with ``pair_weights`` weighted here."""
     await_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     if token >= tl.load(query_starts + num_sequences):
@@ -260,7 +263,12 @@ def sum_kernel(
     inside = columns < HIDDEN
     total = tl.zeros((BLOCK,), tl.float32)
     for place in tl.static_range(PER_TOKEN):
-        total += load_wide(parts + (token * PER_TOKEN + place) * HIDDEN + columns, inside)
+        pair = token * PER_TOKEN + place
+        row = pair if places is None else tl.load(places + pair).to(tl.int64)
+        part = load_wide(parts + row * HIDDEN + columns, inside)
+        if pair_weights is not None:
+            part *= tl.load(pair_weights + pair)
+        total += part
     tl.store(out + token * HIDDEN + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -319,12 +327,19 @@ def down_variant(shape: ExpertsShape, tiles: ExpertsTiles) -> KernelVariant:
 
 
 @cache
-def sum_variant(dtype: torch.dtype, hidden_size: int, per_token: int) -> KernelVariant:
-    """The variant of the sum of a token's results."""
+def sum_variant(dtype: torch.dtype, hidden_size: int, per_token: int, *, is_grouped: bool = False) -> KernelVariant:
+    """The variant of the sum of a token's results. ``is_grouped``: these are in the order of experts, not weighted."""
     block = min(BLOCK_SUMMED, triton.next_power_of_2(hidden_size))
     return KernelVariant(
         sum_kernel,
-        {"parts": dtype, "query_starts": torch.int32, "out": dtype, "num_sequences": "i32"},
+        {
+            "parts": dtype,
+            "places": torch.int32 if is_grouped else None,
+            "pair_weights": torch.float32 if is_grouped else None,
+            "query_starts": torch.int32,
+            "out": dtype,
+            "num_sequences": "i32",
+        },
         {"HIDDEN": hidden_size, "PER_TOKEN": per_token, "BLOCK": block},
         num_warps=num_warps(block),
     )

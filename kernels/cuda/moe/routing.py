@@ -293,3 +293,12 @@ def route(mixture: Mixture, block_m: int, logits: Tensor, query_starts: Tensor, 
     if num_blocks > 1:
         variant = group_variant(mixture.num_experts, mixture.per_token)
         variant.launch((num_blocks,), routes.ids, routes.counts, *routes.grouped, num_tokens, block_m)
+
+
+def expert_ends(mixture: Mixture, routes: Routes, num_tokens: int) -> Tensor:
+    """Returns the end of each expert's pairs in ``routes.pairs``, (E,) int32. ``route`` has filled the routes, with so
+    many tokens that it needed two kernels."""
+    block_tokens = _block_tokens(int(triton.next_power_of_2(mixture.num_experts)))
+    assert num_tokens > block_tokens, num_tokens
+    counts = routes.counts[: triton.cdiv(num_tokens, block_tokens), : mixture.num_experts]
+    return counts.sum(0, dtype=torch.int32).cumsum(0, dtype=torch.int32)

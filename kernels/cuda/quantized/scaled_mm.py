@@ -3,7 +3,6 @@ faster than ``gemm`` depends on the GPU, so it is measured."""
 
 import logging
 import math
-import statistics
 from collections.abc import Callable
 from functools import partial
 
@@ -24,7 +23,6 @@ MEASURED_TOKENS = (256, 2048)
 """The numbers of tokens at which both are measured."""
 MIN_TOKENS = tuple(int(bucket.max_tokens) + 1 for bucket in BUCKETS[-3:-1])
 """The numbers of tokens from which ``scaled_mm`` may be used: where ``gemm`` changes its tiles."""
-RUNS = 5
 
 
 def has_scaled_mm(layout: WeightLayout, dtype: torch.dtype) -> bool:
@@ -69,17 +67,3 @@ def measure_min_tokens(
             break
         found = least
     return found
-
-
-def seconds_on_gpu(run: Callable[[], object]) -> float:
-    """The median time that the GPU takes for some runs."""
-    run()
-    times = []
-    for _ in range(RUNS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)) / 1e3)
-    return statistics.median(times)

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cuda.attention.common import MAX_HEAD_DIM, MAX_ROTATED_DIM, MIN_HEAD_DIM, PAGE_SLOTS, RaggedRows
-from penstock.kernels.cuda.core.launch import FP8_CAPABILITY, MIN_CAPABILITY, capability_of, interpreted, launches
+from penstock.kernels.cuda.core.launch import (
+    FP8_CAPABILITY,
+    MIN_CAPABILITY,
+    capability_of,
+    interpreted,
+    launches,
+    shared_bytes_of,
+)
 from penstock.kernels.cuda.recurrent.scan import MAX_KEY_SIZE
 from penstock.kernels.cuda.sampling.tensors import MAX_VOCAB
 from penstock.kernels.cuda.step import MIN_SEQUENCES, commit, prepare
@@ -37,6 +44,9 @@ from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.checkpoint.lora.adapter import LoraAdapter
 from penstock.scheduler.worker_config import DraftMethod, WorkerConfig, WorkerFacts
+
+WIDE_LATENT, WIDE_LATENT_BYTES = 256, 104 << 10
+"""In float32, latents of more dimensions need this much shared memory for each program, with a single stage."""
 
 
 class CudaBackend:
@@ -263,6 +273,13 @@ def _unsupported_latent(config: WorkerConfig, dtype: str, latent: LatentAttentio
         return f"--kv-cache-dtype fp8: is not for latent attention: give auto or {dtype}"
     if config.speculation is not None and config.speculation.method is DraftMethod.MTP:
         return "--speculative-config mtp: this backend has no heads with latent attention: give another method"
+    if dtype == "float32" and latent.kv_lora_rank > WIDE_LATENT and config.device.startswith("cuda"):
+        found = shared_bytes_of(torch_device(config.device))
+        if found < WIDE_LATENT_BYTES:
+            return (
+                f"--dtype is {config.dtype}, here {dtype}, and latents of {latent.kv_lora_rank} dimensions then need "
+                f"{WIDE_LATENT_BYTES >> 10} KiB of shared memory, of which this GPU has {found >> 10}: give bfloat16"
+            )
     return None
 
 

@@ -3,18 +3,21 @@ checkpoint, and float weights if a step has few tokens or if a token's bits must
 torch."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.kernels.cuda.activation import gated_activation
+from penstock.kernels.cuda.core.capture import seconds_on_gpu
 from penstock.kernels.cuda.core.launch import is_aligned
 from penstock.kernels.cuda.gemv import gemv, has_aligned_rows
 from penstock.kernels.cuda.quantized.gemm import GemmWorkspace, gemm
 from penstock.kernels.cuda.quantized.quantize import CHUNK, GROUP, quantize_fp8, quantize_int4, quantize_int8
-from penstock.kernels.cuda.quantized.scaled_mm import has_scaled_mm, measure_min_tokens, scaled_mm, seconds_on_gpu
+from penstock.kernels.cuda.quantized.scaled_mm import has_scaled_mm, measure_min_tokens, scaled_mm
 from penstock.kernels.cuda.quantized.tiles import BUCKETS as TILE_BUCKETS, changes
 from penstock.kernels.cuda.quantized.weights import (
     Codes,
@@ -26,6 +29,14 @@ from penstock.kernels.cuda.quantized.weights import (
     pack_int4,
 )
 from penstock.kernels.cuda.skinny_gemm import BUCKETS, MAX_TOKENS, SkinnyWorkspace, skinny_gemm
+from penstock.models.backends.cuda.product_choice import (
+    TOKEN_BUCKETS,
+    ProductCandidates,
+    ProductChoice,
+    ProductForm,
+    SecondsOf,
+)
+from penstock.models.backends.tensor_parallel import ALONE, TensorParallel
 from penstock.models.backends.torch_common.weights import DenseLinear, Linear
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.checkpoint.quantization.reader import QuantizationError, read_matrix
@@ -38,6 +49,10 @@ AT_LOAD: dict[str, Callable[[Tensor], QuantizedWeight]] = {
 }
 CHANGES = {2, *(number + 1 for number in BUCKETS), *(int(bucket.max_tokens) + 1 for bucket in TILE_BUCKETS[:-1])}
 """All numbers of tokens from which other kernels may compute a product, whatever its weight."""
+MAX_MEASURED = 16
+"""The maximum number of weights of one shape that a measurement multiplies by."""
+NEVER = 1 << 62
+"""Stands for an infinite number of tokens."""
 
 
 class CudaLinears:
@@ -51,8 +66,8 @@ class CudaLinears:
         self._device = device
         self._deterministic = deterministic
         self._made: list[QuantizedWeight] = []
-        self._skinny: set[tuple[int, int]] = set()
-        """The shapes of float weights."""
+        self._skinny: list[SkinnyLinear] = []
+        self.choice = ProductChoice()
         self._dtype = torch.float32
         self._room: GemmWorkspace | None = None
         self._min_scaled_tokens: dict[WeightLayout, float] = {}
@@ -74,8 +89,8 @@ class CudaLinears:
             whole = weight()
             if not has_aligned_rows(whole):
                 return DenseLinear(whole, bias)
-            self._skinny.add((len(whole), whole.shape[1]))
-            return SkinnyLinear(whole, bias, owner=self)
+            self._skinny.append(SkinnyLinear(whole, bias, owner=self))
+            return self._skinny[-1]
         self._made.append(made)
         return CudaLinear(made, None if bias is None else bias.float(), self)
 
@@ -114,16 +129,47 @@ class CudaLinears:
         layouts = [weight.layout for weight in self._made]
         self._dtype = dtype
         self._room = GemmWorkspace.allocate(layouts, dtype, max_tokens, self._device, deterministic=self._deterministic)
-        self._skinny_room = SkinnyWorkspace.allocate(self._skinny, self._device)
+        self._skinny_room = SkinnyWorkspace.allocate({linear.shape for linear in self._skinny}, self._device)
 
-    def measure(self, max_tokens: int, seconds_of: Callable[[Callable[[], object]], float] = seconds_on_gpu) -> None:
-        """Chooses between torch and the kernels for products in fp8 with many tokens. Takes some milliseconds for each
-        shape of a weight."""
-        for weight in [] if self._deterministic else self._made:
+    def measure(
+        self,
+        max_tokens: int,
+        seconds_of: SecondsOf = seconds_on_gpu,
+        parallel: TensorParallel = ALONE,
+        activations: Mapping[tuple[int, int], str] | None = None,
+    ) -> None:
+        """Chooses between torch and the kernels: for products in fp8 with many tokens, and for products of few tokens
+        with float weights. Takes about a second at most, besides what is compiled. ``activations`` are those that
+        follow the products of gate and up, by the weights' shapes. All ranks of a model call this together."""
+        if self._deterministic:
+            return
+        for weight in self._made:
             layout = weight.layout
             if layout not in self._min_scaled_tokens and has_scaled_mm(layout, self._dtype):
                 least = measure_min_tokens(weight, self.room, max_tokens, seconds_of)
-                self._min_scaled_tokens[layout] = least
+                # The same on all ranks.
+                agreed = -parallel.least(-int(min(least, NEVER)))
+                self._min_scaled_tokens[layout] = math.inf if agreed == NEVER else agreed
+        self.choice.measure(self._candidates(max_tokens, activations or {}), seconds_of, parallel.least)
+
+    def _candidates(self, max_tokens: int, activations: Mapping[tuple[int, int], str]) -> Iterator[ProductCandidates]:
+        """Yields the products of few tokens with weights of each shape."""
+        by_shape: dict[tuple[int, int], list[SkinnyLinear]] = {}
+        for linear in self._skinny:
+            by_shape.setdefault(linear.shape, []).append(linear)
+        # With more than one token, torch computes the products of fp32.
+        buckets = TOKEN_BUCKETS if self._dtype.itemsize == 2 else TOKEN_BUCKETS[:1]
+        for shape, linears in by_shape.items():
+            some, activation = linears[:MAX_MEASURED], activations.get(shape)
+            for below, bucket in zip((0, *buckets), buckets, strict=False):
+                if max_tokens <= below:
+                    continue
+                x = torch.randn(min(bucket, max_tokens), shape[1], dtype=self._dtype, device=self._device)
+                by_kernels, by_torch = (
+                    partial(_call_all, [partial(way, linear, x, activation) for linear in some])
+                    for way in (SkinnyLinear.by_kernels, SkinnyLinear.by_torch)
+                )
+                yield ProductCandidates(ProductForm(*shape, bucket), by_kernels, by_torch, len(some))
 
     def uses_scaled_mm(self, weight: QuantizedWeight, num_tokens: int) -> bool:
         """Whether torch multiplies that many tokens by a weight."""
@@ -162,23 +208,42 @@ class SkinnyLinear(DenseLinear):
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, K) -> (T, N)."""
-        return self._product(x, None) if self.computes(x) else super().__call__(x)
+        return self.by_kernels(x) if self.computes(x) else self.by_torch(x)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the weight."""
+        rows, columns = self.weight.shape
+        return rows, columns
 
     def computes(self, x: Tensor) -> bool:
-        """Whether the kernels compute the product with ``x``."""
-        return len(x) <= (MAX_TOKENS if x.dtype.itemsize == 2 else 1) and is_aligned(x)
+        """Whether the kernels compute the product with ``x``, with an activation or without."""
+        can = len(x) <= (MAX_TOKENS if x.dtype.itemsize == 2 else 1) and is_aligned(x)
+        return can and not self.owner.choice.is_torchs(*self.shape, len(x))
 
-    def gated(self, x: Tensor, activation: str) -> Tensor:
-        """(T, K) -> (T, N / 2): activation(gate) * up, for the rows of gate and up. ``computes(x)`` must hold."""
-        return self._product(x, activation)
+    def by_torch(self, x: Tensor, activation: str | None = None) -> Tensor:
+        """Computes the same as ``by_kernels``, for any ``x``."""
+        y = super().__call__(x)
+        if activation is None:
+            return y
+        out = y.new_empty(len(y), y.shape[1] // 2)
+        gated_activation(y, activation, out)
+        return out
 
-    def _product(self, x: Tensor, activation: str | None) -> Tensor:
+    def by_kernels(self, x: Tensor, activation: str | None = None) -> Tensor:
+        """(T, K) -> (T, N), or with an activation (T, N / 2): activation(gate) * up, for the rows of gate and up.
+        ``computes(x)`` must hold."""
         out = x.new_empty(len(x), len(self.weight) // (1 if activation is None else 2))
         if len(x) == 1:
             gemv(x, self.weight, out, self.bias, activation)
         else:
             skinny_gemm(x, self.weight, out, self.owner.skinny_room, self.bias, activation)
         return out
+
+
+def _call_all(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
 
 
 @dataclass(frozen=True, eq=False)

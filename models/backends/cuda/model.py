@@ -4,7 +4,7 @@ Nothing here waits for the device or reads from it, so that a CUDA graph can cap
 attention may have to.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,8 +14,6 @@ from torch.nn import functional
 from penstock.kernels.cuda.activation import gated_activation
 from penstock.kernels.cuda.attention.common import PagedKV, RaggedRows
 from penstock.kernels.cuda.model_shapes import ModelShape
-from penstock.kernels.cuda.moe.fused_moe import ExpertsWeights, ExpertsWorkspace, fused_moe
-from penstock.kernels.cuda.moe.shapes import ExpertsShape
 from penstock.kernels.cuda.norm import add_rms_norm, rms_norm
 from penstock.kernels.cuda.recurrent.rows import RecurrentRows
 from penstock.kernels.cuda.rope_kv import rope_kv
@@ -25,6 +23,7 @@ from penstock.kernels.reference.upcast import upcast
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import NormKind, NoRope, QkNorm
 from penstock.models.backends.cuda.attention import ModelAttention, StepAttention
+from penstock.models.backends.cuda.experts import ExpertLayers
 from penstock.models.backends.cuda.latent import expand_latents, write_latents
 from penstock.models.backends.cuda.linear import CudaLinears, SkinnyLinear
 from penstock.models.backends.cuda.recurrent import RecurrentLayers, RecurrentStep
@@ -115,11 +114,9 @@ class CudaModel:
         self._attention = attention
         self._recurrent = recurrent
         self._latent = shape.latent
-        self._mixture: tuple[ExpertsShape, ExpertsWorkspace] | None = None
-        if shape.experts is not None:
-            experts = ExpertsShape.of(shape)
-            self._mixture = experts, ExpertsWorkspace.allocate(experts, shape.max_tokens, self.device)
-            _fold_expert_scales(weights)
+        self._experts: ExpertLayers | None = None
+        if spec.experts is not None:
+            self._experts = ExpertLayers(spec.experts, shape, weights.layers, self.device)
         none = torch.full((spec.num_heads,), -torch.inf, dtype=torch.float32, device=self.device)
         if kv_scales is None:
             counts = [self._specs[index].num_kv_heads for index in self._layers]
@@ -235,13 +232,26 @@ class CudaModel:
         return self._attention.can_be_captured
 
     def measure_products(self, max_tokens: int) -> None:
-        """Chooses the fastest products where the GPU decides which they are. Waits for the device."""
-        if self.device.type == "cuda":
-            self._linears.measure(max_tokens)
+        """Chooses the fastest products where the GPU decides which they are. Waits for the device, and for the ranks
+        that share the model."""
+        if self.device.type != "cuda":
+            return
+        self._linears.measure(max_tokens, parallel=self._parallel, activations=dict(self._activations()))
+        if self._experts is not None:
+            self._experts.measure(max_tokens, parallel=self._parallel)
+
+    def _activations(self) -> Iterator[tuple[tuple[int, int], str]]:
+        """Yields the shapes of weights of gate and up whose products include the activation, and that."""
+        for layer in self._weights.layers:
+            mlp = layer.mlp.mlp if isinstance(layer.mlp, MlpBesideExperts) else layer.mlp
+            linear = mlp.gate_up if isinstance(mlp, Mlp) and self._spec.gated_mlp else None
+            linear = linear.base if isinstance(linear, LoraLinear) else linear
+            if isinstance(linear, SkinnyLinear):
+                yield linear.shape, ACTIVATION_NAMES[self._spec.activation]
 
     def changes(self) -> list[int]:
         """Returns the numbers of tokens of a step from which different kernels run."""
-        of_experts = [] if self._mixture is None else self._mixture[0].changes()
+        of_experts = [] if self._experts is None else self._experts.changes()
         return of_experts + self._linears.changes()
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -333,12 +343,14 @@ class CudaModel:
     def _mlp(self, mlp: Layer, x: Tensor, query_starts: Tensor) -> Tensor:
         """(T, hidden) -> (T, hidden)."""
         if isinstance(mlp, ExpertMlp):
-            return self._experts(mlp, x, query_starts)
+            assert self._experts is not None
+            return self._experts.compute(mlp, x, query_starts)
         if isinstance(mlp, MlpBesideExperts):
+            assert self._experts is not None
             before_mlp, before_experts, before_router = (
                 self._normed(x, None, None, norm) for norm in (mlp.before_mlp, mlp.before_experts, mlp.before_router)
             )
-            chosen = self._experts(mlp.experts, before_experts, query_starts, before_router)
+            chosen = self._experts.compute(mlp.experts, before_experts, query_starts, before_router)
             return mlp.joined(self._mlp(mlp.mlp, before_mlp, query_starts), chosen)
         assert isinstance(mlp, Mlp)
         if not self._spec.gated_mlp:
@@ -348,50 +360,8 @@ class CudaModel:
         if isinstance(linear, LoraLinear) and not linear.adapters.is_active:
             linear = linear.base
         if isinstance(linear, SkinnyLinear) and linear.computes(x):
-            return mlp.down(linear.gated(x, activation))
+            return mlp.down(linear.by_kernels(x, activation))
         gate_up: Tensor = linear(x)
         inner = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
         gated_activation(gate_up, activation, inner)
         return mlp.down(inner)
-
-    def _experts(self, mlp: ExpertMlp, x: Tensor, query_starts: Tensor, routed_by: Tensor | None = None) -> Tensor:
-        """(T, hidden) -> (T, hidden). ``routed_by`` is the input of the router, if it is not that of the experts."""
-        assert self._mixture is not None
-        shape, room = self._mixture
-        weights = ExpertsWeights(
-            mlp.gate_up, mlp.down, mlp.gate_up_bias, mlp.down_bias, mlp.gate_up_exponents, mlp.down_exponents
-        )
-        out = torch.zeros_like(x)  # tokens without a sequence get nothing
-        logits, factor = self._route(mlp, x if routed_by is None else routed_by)
-        if factor is None:
-            fused_moe(shape, x, logits, weights, query_starts, room, out)
-        elif mlp.scales_inputs:
-            fused_moe(shape, x * factor, logits, weights, query_starts, room, out)
-        else:
-            fused_moe(shape, x, logits, weights, query_starts, room, out)
-            out *= factor
-        return mlp.add_shared(x, out)
-
-    def _route(self, mlp: ExpertMlp, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns logits (T, E) whose softmax over the largest ones is that of the experts' factors, and what the
-        experts' sum, or their input, has to be multiplied by."""
-        logits: Tensor = mlp.router(x)
-        assert self._spec.experts is not None
-        if self._spec.experts.is_plain_softmax:
-            return logits, None
-        chosen, factors = mlp.choose(logits)
-        total = factors.sum(-1, keepdim=True)
-        least = torch.finfo(logits.dtype).min
-        # Sigmoids may all be zero.
-        tiny = torch.finfo(factors.dtype).tiny
-        shares = (factors / total.clamp(min=tiny)).clamp(min=tiny).log()
-        routed = torch.full_like(logits, least).scatter_(-1, chosen, shares.to(logits.dtype))
-        return routed, total.to(x.dtype)
-
-
-def _fold_expert_scales(weights: Weights) -> None:
-    """Multiplies the experts' outputs by their factors, which the kernels do not have."""
-    for layer in weights.layers:
-        if isinstance(layer.mlp, MlpBesideExperts) and layer.mlp.experts.scales is not None:
-            # In place: the KV cache is allocated by now, and a copy in fp32 may not fit beside it.
-            layer.mlp.experts.down.mul_(layer.mlp.experts.scales[:, None, None])

@@ -21,10 +21,11 @@ from penstock.kernels.cuda.example_shapes import SHAPES
 ROOT = Path(__file__).parents[3]
 OLDEST_TRITON = ROOT / "build" / "oldest-triton"
 HOPPER_SHARED_BYTES = 227 * 1024
-# Of a thread: a few registers at the edge of a loop cost nothing, a loop's own would be many more.
-MAX_SPILLED_BYTES = 32
+# Of a thread: a few registers at the edge of a loop cost nothing, a loop's own would be many more. Most variants spill
+# nothing; prefill with groups of 3 or 5 heads spills 10 of its 255 registers.
+MAX_SPILLED_BYTES = 40
 # Decoding from fp8 spills more, and is 10 % faster than the largest form that spills nothing (H200).
-MAX_SPILLED_BYTES_FP8 = 128
+MAX_SPILLED_BYTES_FP8 = 136
 
 # A model that has windows beside layers that see all, a cap and large heads.
 SOME = ("Gemma-2-2B",)

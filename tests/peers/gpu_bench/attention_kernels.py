@@ -1,5 +1,6 @@
 """Attention's cases: decoding, verification of drafts, fp8 KV, the same bits in every batch, and prefill."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,14 +38,14 @@ class Step:
     def make(cls, shape: DecodeShape, lengths: Sequence[tuple[int, int]], device: torch.device) -> "Step":
         """On random pages, in random order."""
         attention = shape.attention
-        heads, head_dim = attention.num_kv_heads, attention.head_dim
+        heads = attention.num_kv_heads
         max_pages = max(-(-context // PAGE_SLOTS) for _, context in lengths)
         num_pages = len(lengths) * max_pages
-        pages = torch.randn(num_pages, 2, heads, PAGE_SLOTS, head_dim, device=device, dtype=attention.dtype)
+        pages = torch.randn(num_pages, *attention.page_shape, device=device, dtype=attention.dtype)
         scale = FP8_SCALE if attention.kv_dtype != attention.dtype else 1.0
         scales = torch.full((heads,), scale, device=device)
         tokens = sum(queries for queries, _ in lengths)
-        query = torch.randn(tokens, attention.num_heads, head_dim, device=device, dtype=attention.dtype)
+        query = torch.randn(tokens, attention.num_heads, attention.key_dim, device=device, dtype=attention.dtype)
         multiprocessors = 1
         if device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -66,7 +67,7 @@ class Step:
             ),
             WorkStarts.allocate(len(lengths), device),
             DecodeWorkspace.allocate(shape, multiprocessors, device),
-            torch.empty_like(query),
+            query.new_empty(tokens, attention.num_heads, attention.head_dim),
         )
 
     def run(self) -> None:
@@ -84,9 +85,9 @@ class Step:
 
     def error_of(self, out: Tensor) -> float:
         """The same of any output."""
-        keys, values = (
-            self.kv.pages[:, part].transpose(0, 1).float() * float(self.kv.key_scales[0]) for part in (0, 1)
-        )
+        attention, scale = self.shape.attention, float(self.kv.key_scales[0])
+        # The second of two parts, or with latents the only one.
+        keys, values = (self.kv.pages[:, part].transpose(0, 1).float() * scale for part in (0, -1))
         starts = self.batch.query_starts.tolist()
         expected = reference.paged_attention(
             self.query.float(),
@@ -96,22 +97,23 @@ class Step:
             [(starts[i], starts[i + 1]) for i in range(len(self.lengths))],
             [context - queries for queries, context in self.lengths],
             None,
-            scale=self.shape.attention.scale,
+            scale=attention.scale,
         )
-        return distance(out, expected)
+        return distance(out, expected[..., attention.rotated_dim :])
 
     @property
     def num_bytes(self) -> int:
         """Keys, values, queries and results."""
         attention = self.shape.attention
-        read = sum(context for _, context in self.lengths) * 2 * attention.num_kv_heads * attention.head_dim
-        return read * self.kv.pages.itemsize + 2 * self.query.nbytes
+        read = sum(context for _, context in self.lengths) * math.prod(attention.page_shape) // PAGE_SLOTS
+        return read * self.kv.pages.itemsize + self.query.nbytes + self.out.nbytes
 
     @property
     def products(self) -> float:
         """Of queries with keys and of weights with values, for what is seen."""
         pairs = sum(queries * (context - (queries - 1) / 2) for queries, context in self.lengths)
-        return 4.0 * pairs * self.shape.attention.num_heads * self.shape.attention.head_dim
+        attention = self.shape.attention
+        return 2.0 * pairs * attention.num_heads * (attention.key_dim + attention.head_dim)
 
 
 def _integers(numbers: Iterable[int], device: torch.device) -> Tensor:

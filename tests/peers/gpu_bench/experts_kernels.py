@@ -8,12 +8,13 @@ from torch import Tensor
 from gpu_bench.kernels import ULP, Case, Make, distance
 from gpu_bench.sizes import Model, Sizes
 from penstock.kernels.cuda.moe.fused_moe import ExpertsWeights, ExpertsWorkspace, fused_moe
+from penstock.kernels.cuda.moe.grouped_mm import grouped_moe, has_grouped_mm
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
 from penstock.kernels.reference import ops as reference
 
 
-def mixture(model: Model, sizes: Sizes, device: torch.device, *, decodes: bool) -> Case:
-    """fused_moe, routing with it."""
+def mixture(model: Model, sizes: Sizes, device: torch.device, *, decodes: bool, by_torch: bool = False) -> Case:
+    """fused_moe, routing with it; ``by_torch``: with torch's grouped_mm for the products."""
     shape = ExpertsShape.of(model.shape)
     tokens = sizes.kernels.batch if decodes else sizes.kernels.tokens
     experts, hidden, inner = shape.mixture.num_experts, shape.hidden_size, shape.intermediate_size
@@ -29,7 +30,10 @@ def mixture(model: Model, sizes: Sizes, device: torch.device, *, decodes: bool) 
     query_starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
     out = torch.empty_like(x)
     room = ExpertsWorkspace.allocate(shape, tokens, device)
-    run = partial(fused_moe, shape, x, logits, weights, query_starts, room, out)
+    if by_torch and not has_grouped_mm(shape, device):
+        raise NotImplementedError("torch has no grouped_mm for these experts on this device")
+    product = grouped_moe if by_torch else fused_moe
+    run = partial(product, shape, x, logits, weights, query_starts, room, out)
 
     def error() -> float:
         run()
@@ -38,7 +42,8 @@ def mixture(model: Model, sizes: Sizes, device: torch.device, *, decodes: bool) 
     used = len(set(logits.topk(shape.mixture.per_token, dim=1).indices.flatten().tolist()))
     num_bytes = used * 3 * hidden * inner * shape.dtype.itemsize + x.nbytes + out.nbytes
     products = 6.0 * shape.num_pairs(tokens) * hidden * inner
-    return Case("fused_moe", f"{tokens} tokens", error, ULP[shape.dtype], run, num_bytes, products)
+    text = f"{tokens} tokens" + ", torch grouped_mm" * by_torch
+    return Case(product.__name__, text, error, ULP[shape.dtype], run, num_bytes, products)
 
 
 def expected_of(shape: ExpertsShape, x: Tensor, logits: Tensor, weights: ExpertsWeights) -> Tensor:

@@ -3,6 +3,19 @@
 from dataclasses import dataclass
 from typing import Any
 
+BASELINE = "none"
+VARIANTS = (
+    BASELINE,
+    "products by the kernels",
+    "products by cuBLAS",
+    "late launches",
+    "undivided turns",
+    "fp8 KV",
+    "flashinfer",
+    "fa",
+)
+"""The variants of the backend, by name; the first one changes nothing. ``variants`` says what the others do."""
+
 
 @dataclass(frozen=True)
 class Ceiling:
@@ -107,6 +120,33 @@ class TurnFigures:
 
 
 @dataclass(frozen=True)
+class ChoiceFigures:
+    """A product of few tokens in both ways, and the one that the backend chose at its start."""
+
+    model: str
+    rows: int
+    columns: int
+    """Of the weight."""
+    tokens: str
+    """The numbers of tokens that the choice is for."""
+    kernels_s: float
+    torch_s: float
+    is_torchs: bool
+
+
+@dataclass(frozen=True)
+class VariantFigures:
+    """A step with one of the backend's choices made otherwise."""
+
+    model: str
+    variant: str
+    step: str
+    seconds: float
+    ratio: float
+    """Of the seconds by those without a change; 1 if there are none."""
+
+
+@dataclass(frozen=True)
 class HostMemoryFigures:
     """The first token of a prompt whose KV was evicted."""
 
@@ -177,6 +217,8 @@ TABLES: dict[str, type[Any]] = {
     "decode": DecodeFigures,
     "prefill": PrefillFigures,
     "turns": TurnFigures,
+    "choices": ChoiceFigures,
+    "variants": VariantFigures,
     "profile": ProfileFigures,
     "host_memory": HostMemoryFigures,
     "deterministic": DeterministicFigures,
@@ -192,6 +234,8 @@ Figures = (
     | DecodeFigures
     | PrefillFigures
     | TurnFigures
+    | ChoiceFigures
+    | VariantFigures
     | HostMemoryFigures
     | DeterministicFigures
     | ProfileFigures

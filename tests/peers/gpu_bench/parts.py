@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gpu_bench.apart import Failed, Send, run_apart
-from gpu_bench.figures import TABLES, Ceiling, Figures, LeftOut, table_of
+from gpu_bench.figures import BASELINE, TABLES, VARIANTS, Ceiling, Figures, LeftOut, table_of
 from gpu_bench.sizes import Model, Sizes
 
 MIN_SECONDS = 10.0
@@ -33,6 +33,11 @@ class Results:
     def ceiling(self) -> Ceiling | None:
         """None if it was not measured."""
         return Ceiling(**self.tables["ceilings"][0]) if self.tables["ceilings"] else None
+
+    def unchanged_s(self, model: Model) -> dict[str, float]:
+        """Returns the seconds of each step of the variant without a change."""
+        lines = (line for line in self.tables["variants"] if (line["model"], line["variant"]) == (model.name, BASELINE))
+        return {line["step"]: line["seconds"] for line in lines}
 
     def ours_per_s(self, model: Model) -> float | None:
         """Returns the tokens per second of our service."""
@@ -68,6 +73,8 @@ def parts(sizes: Sizes) -> list[Part]:
         Part("deterministic service", 60, partial(_deterministic_service, first, sizes)),
         *(part for model in others for part in _service(model, sizes)),
         Part(f"steps fp8 {sizes.models[-1].name}", 60, partial(_fp8_steps, sizes.models[-1], sizes)),
+        Part("latents", 90, partial(_latents, sizes)),
+        *(Part(f"variants {name}", 60, partial(_variant, name, sizes.models[-1], sizes)) for name in VARIANTS),
     ]
 
 
@@ -153,6 +160,18 @@ def _peers(sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:
 
     yield from kernels.measure(peer_kernels.CASES, sizes.models[-1:], sizes, results.ceiling)
     yield from kernels.measure(peer_kernels.EXPERTS, sizes.mixtures[-1:], sizes, results.ceiling)
+
+
+def _latents(sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:
+    from gpu_bench import kernels, latent_kernels
+
+    return kernels.measure(latent_kernels.CASES, sizes.latents, sizes, results.ceiling)
+
+
+def _variant(name: str, model: Model, sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:
+    from gpu_bench import variants
+
+    return variants.measure(name, model, sizes, results.unchanged_s(model))
 
 
 def _accuracy(model: Model, sizes: Sizes, _results: Results) -> Iterable[Figures]:

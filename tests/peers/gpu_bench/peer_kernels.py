@@ -86,32 +86,6 @@ def fp8_product(model: Model, sizes: Sizes, device: torch.device, *, is_prompt: 
     return Case(name, f"{tokens} tokens, fp8", error, ULP[shape.dtype], run, read, operations)
 
 
-def experts_product(model: Model, sizes: Sizes, device: torch.device) -> Case:
-    """Both products of a mixture by torch, of rows that are in their experts' order already."""
-    shape, tokens = model.shape, sizes.kernels.tokens
-    assert shape.experts is not None
-    experts, hidden, inner = shape.experts.num_experts, shape.hidden_size, shape.expert_size
-    rows = tokens * shape.experts.per_token // experts
-    x = torch.randn(rows * experts, hidden, device=device, dtype=shape.dtype)
-    gate_up = torch.randn(experts, 2 * inner, hidden, device=device, dtype=shape.dtype).mul_(hidden**-0.5)
-    down = torch.randn(experts, hidden, inner, device=device, dtype=shape.dtype).mul_(inner**-0.5)
-    ends = torch.arange(1, experts + 1, dtype=torch.int32, device=device) * rows
-    made: list[Tensor] = []
-
-    def run() -> None:
-        gate, up = functional.grouped_mm(x, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=1)
-        made[:] = [functional.grouped_mm(functional.silu(gate) * up, down.transpose(1, 2), offs=ends)]
-
-    def error() -> float:
-        run()
-        gate, up = (x[:rows].float() @ gate_up[0].float().t()).chunk(2, dim=1)
-        return distance(made[0][:rows], (functional.silu(gate) * up) @ down[0].float().t())
-
-    num_bytes = gate_up.nbytes + down.nbytes + 2.0 * x.nbytes
-    operations = 6.0 * len(x) * hidden * inner
-    return Case("torch grouped_mm", f"{tokens} tokens", error, 2 * ULP[shape.dtype], run, num_bytes, operations)
-
-
 CASES: list[Make] = [
     *(partial(attention, library=library, decodes=decodes) for library in LIBRARIES for decodes in (True, False)),
     *(
@@ -120,4 +94,4 @@ CASES: list[Make] = [
         for each in (False, True)
     ),
 ]
-EXPERTS: list[Make] = [partial(mixture, decodes=False), experts_product]
+EXPERTS: list[Make] = [partial(mixture, decodes=False), partial(mixture, decodes=False, by_torch=True)]

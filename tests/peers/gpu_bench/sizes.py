@@ -9,6 +9,7 @@ import torch
 from cpu_bench import floors
 
 from penstock.kernels.cuda.example_shapes import SHAPES
+from penstock.kernels.cuda.latent_kv import LatentShape
 from penstock.kernels.cuda.model_shapes import Mixture, ModelShape
 
 
@@ -118,6 +119,8 @@ class Sizes:
     models: tuple[Model, ...]
     mixtures: tuple[Model, ...]
     """Whose experts' kernels are measured, and nothing else."""
+    latents: tuple[Model, ...]
+    """Whose attention of latents is measured, and nothing else."""
     kernels: KernelSizes
     copied_bytes: int
     product_side: int
@@ -155,6 +158,7 @@ FULL = Sizes(
         Model("gpt-oss-20b", SHAPES["gpt-oss-20b"], 1, ties_embeddings=False),
         Model("Qwen3-30B-A3B", SHAPES["Qwen3-30B-A3B"], 1, ties_embeddings=False),
     ),
+    latents=tuple(Model(name, SHAPES[name], 1, ties_embeddings=False) for name in ("DeepSeek-V2-Lite", "DeepSeek-V3")),
     kernels=KernelSizes(tokens=8192, lines=256, batch=32, context=8192, verified=16, prompt=8192, checked=1500),
     copied_bytes=4 << 30,
     product_side=8192,
@@ -205,6 +209,18 @@ TINY = Sizes(
                 intermediate_size=None,
                 experts=Mixture(num_experts=2, per_token=1, normalise=True),
                 expert_size=32,
+            ),
+        ),
+    ),
+    latents=(
+        replace(
+            _TINY_MODEL,
+            shape=replace(
+                _TINY_MODEL.shape,
+                num_kv_heads=1,
+                latent=LatentShape(
+                    q_lora_rank=None, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
+                ),
             ),
         ),
     ),

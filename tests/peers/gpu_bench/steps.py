@@ -10,13 +10,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 from gpu_bench.figures import (
     Ceiling,
+    ChoiceFigures,
     DecodeFigures,
     DeterministicFigures,
     Figures,
@@ -28,6 +31,7 @@ from gpu_bench.figures import (
 )
 from gpu_bench.host_memory import Turns, compare_ways, num_blocks
 from gpu_bench.sizes import Model, Sizes
+from gpu_bench.timing import seconds as seconds_of
 from penstock.kernels.cuda.attention.common import PAGE_SLOTS
 from penstock.models.backends.base import load_backend
 from penstock.models.backends.cuda.backend import CudaBackend
@@ -62,8 +66,9 @@ class Decoded:
 class Bench:
     """A loaded model."""
 
-    def __init__(self, model: Model, sizes: Sizes, *, deterministic: bool = False, has_host: bool = False) -> None:
-        """``has_host``: host memory takes in the KV of two prompts of ``sizes.evicted``."""
+    def __init__(self, model: Model, sizes: Sizes, *, has_host: bool = False, **config: Any) -> None:
+        """``has_host``: host memory takes in the KV of two prompts of ``sizes.evicted``. ``config`` has more fields of
+        ``WorkerConfig``."""
         self.sizes = sizes
         self._warm_steps = WARM_STEPS if sizes.is_warmed else 0
         with TemporaryDirectory() as folder:
@@ -78,10 +83,9 @@ class Bench:
                     max_num_seqs=max(sizes.batches),
                     max_num_batched_tokens=sizes.chunk,
                     kv_cache_bytes=sizes.kv_cache_bytes,
-                    kv_cache_dtype="fp8" if model.shape.kv_dtype is torch.float8_e4m3fn else "auto",
                     host_kv_cache_bytes=_evicted_bytes(model, sizes) if has_host else 0,
                     memory_utilization=0.9,
-                    deterministic=deterministic,
+                    **{"kv_cache_dtype": "fp8" if model.shape.kv_dtype is torch.float8_e4m3fn else "auto", **config},
                 )
             )
         assert isinstance(backend, CudaBackend)
@@ -93,6 +97,18 @@ class Bench:
         for kv in backend._model._kv.values():
             for pages in torch.split(kv.pages, 1024):
                 pages.copy_(torch.randn_like(pages, dtype=torch.float32))
+
+    def choices(self, model: Model) -> Iterator[ChoiceFigures]:
+        """Yields what the backend measured at its start. Without a GPU, it measures now, by the clock."""
+        linears = self._backend._model._linears
+        if self._device.type != "cuda":
+            with torch.inference_mode():
+                linears.measure(1, partial(seconds_of, device=self._device))
+        for each in linears.choice.measured:
+            form = each.form
+            yield ChoiceFigures(
+                model.name, form.rows, form.columns, form.tokens_text, each.kernels_s, each.torch_s, each.is_torchs
+            )
 
     def fits(self, batch: int, context: int) -> bool:
         """Whether there are pages for that many rows of that context."""
@@ -243,6 +259,7 @@ def measure(model: Model, sizes: Sizes, ceiling: Ceiling | None) -> Iterator[Fig
         products = 2.0 * (work.layer_weights * tokens + work.head_weights) + work.attention_operations(tokens**2 / 2)
         rate = products / seconds
         yield PrefillFigures(model.name, tokens, seconds, rate, rate / rates.products_per_s)
+    yield from bench.choices(model)
     yield from _turns(bench, model, rates)
     yield bench.bring_back(model)
     yield from _decode(bench, model, rates)

@@ -1,12 +1,11 @@
 """CUDA graphs of steps, by size. Without CUDA, a graph is a plain call."""
 
-import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from penstock.kernels.cuda.core.capture import without_garbage_collection
 from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.models.backends.cuda.steps.step_io import Size
 
@@ -104,7 +103,7 @@ class StepGraphs(Generic[Made]):
         if self._device.type != "cuda":
             return
         layers, rest = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with _without_garbage_collection():
+        with without_garbage_collection():
             # Only this thread's calls: another thread waits for the results of earlier steps.
             with torch.cuda.graph(layers, pool=self._pool, capture_error_mode="thread_local"):
                 made = self._forward(size)
@@ -113,15 +112,3 @@ class StepGraphs(Generic[Made]):
             with torch.cuda.graph(rest, pool=self._pool, capture_error_mode="thread_local"):
                 self._choose(size, made)
         self._graphs[size] = layers, rest, made
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Stops the collector, since a capture fails if the graphs of a discarded backend are freed meanwhile."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

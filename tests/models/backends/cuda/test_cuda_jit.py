@@ -168,6 +168,29 @@ def test_gpus_that_lack_something_are_refused_by_name(capability, config, reason
     assert told is None if reason is None else re.search(reason, str(told))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "shared_bytes", "refused"),
+    [("float32", 99 << 10, True), ("bfloat16", 99 << 10, False), ("float32", 163 << 10, False)],
+)
+def test_wide_latents_in_float32_need_more_shared_memory_than_some_gpus_have(
+    dtype, shared_bytes, refused, tiny_model, worker_config, gpu_of, monkeypatch
+):
+    path = tiny_model("deepseek-v3").path
+    info = check_checkpoint(path)
+    assert info.spec.latent is not None
+    wide = replace(info, spec=replace(info.spec, latent=replace(info.spec.latent, kv_lora_rank=512)))
+    gpu_of(89)
+    monkeypatch.setattr(backend, "shared_bytes_of", lambda device: shared_bytes)
+    told = backend.unsupported_reason(worker_config(path, device="cuda", backend="cuda", dtype=dtype), wide)
+    if refused:
+        assert str(told).endswith(
+            f"need {backend.WIDE_LATENT_BYTES >> 10} KiB of shared memory, of which this GPU has 99: give bfloat16"
+        )
+        assert backend.unsupported_reason(worker_config(path, device="cuda", backend="cuda", dtype=dtype), info) is None
+    else:
+        assert told is None
+
+
 def test_fp8_checkpoints_need_a_gpu_that_has_fp8(tiny_model, worker_config, gpu_of):
     path = tiny_model("qwen3").path
     info = check_checkpoint(path)
