@@ -180,3 +180,33 @@ def test_a_layer_uses_what_was_chosen(layers, monkeypatch):
     for tokens in (511, 512):
         layers.compute(mlp, torch.zeros(tokens, 40), torch.tensor([0, tokens]))
     assert used == ["fused_moe", "grouped_moe"]
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_any_routing_at_size():
+    mixture = Mixture(num_experts=128, per_token=8, normalise=True)
+    shape, tokens = ExpertsShape(mixture, 2048, 768, BF16, BF16), 2048
+    if not has_grouped_mm(shape, DEVICE):
+        pytest.skip("torch has no kernel for this GPU")
+    weights = ExpertsWeights(
+        torch.randn(128, 1536, 2048, dtype=BF16, device=DEVICE).mul_(2048**-0.5),
+        torch.randn(128, 2048, 768, dtype=BF16, device=DEVICE).mul_(768**-0.5),
+    )
+    room = ExpertsWorkspace.allocate(shape, tokens, DEVICE)
+    x, logits = (
+        torch.zeros(tokens, 2048, dtype=BF16, device=DEVICE),
+        torch.zeros(tokens, 128, dtype=BF16, device=DEVICE),
+    )
+    query_starts = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)
+    expected, out = torch.zeros_like(x), torch.zeros_like(x)
+    grouped_moe(shape, x, logits, weights, query_starts, room, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_moe(shape, x, logits, weights, query_starts, room, out)
+    for live in (tokens, 1000):
+        x.normal_()
+        logits.normal_()
+        query_starts[1] = live
+        graph.replay()
+        fused_moe(shape, x, logits, weights, query_starts, room, expected)
+        assert_close(out[:live], expected[:live], rtol=2**-5, atol=2**-5)
