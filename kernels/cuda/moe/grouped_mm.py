@@ -37,6 +37,12 @@ def has_grouped_mm(shape: ExpertsShape, device: torch.device) -> bool:
     return can and has_kernel and hasattr(functional, "grouped_mm")
 
 
+def grouped_moe_bytes(shape: ExpertsShape, num_tokens: int) -> int:
+    """Returns the memory that ``grouped_moe`` takes besides its workspace."""
+    columns = 2 * shape.hidden_size + 3 * shape.intermediate_size
+    return shape.num_pairs(num_tokens) * columns * shape.dtype.itemsize
+
+
 def grouped_moe_variants(shape: ExpertsShape) -> Iterator[KernelVariant]:
     """The variants that ``grouped_moe`` launches and ``fused_moe`` does not."""
     yield gated_activation_variant(shape.dtype, shape.intermediate_size, shape.activation)
@@ -53,8 +59,7 @@ def grouped_moe(
     out: Tensor,
 ) -> None:
     """Computes what ``fused_moe`` does, with the same arguments; ``has_grouped_mm`` must hold. An expert's output is
-    rounded to the model's dtype before it is multiplied by the token's factor, not after. Takes memory for P rows of
-    ``x``, of gate and up, of activations and of outputs."""
+    rounded to the model's dtype before it is multiplied by the token's factor, not after."""
     num_tokens, per_token = x.shape[0], shape.mixture.per_token
     check(x, (num_tokens, shape.hidden_size), shape.dtype)
     check(out, (num_tokens, shape.hidden_size), shape.dtype)
@@ -65,16 +70,16 @@ def grouped_moe(
 
     ends = expert_ends(shape.mixture, routes, num_tokens)
     places = torch.arange(num_pairs, dtype=torch.int32, device=x.device)
-    is_live = places < ends[-1:]  # the others are pairs of tokens that pad a step
+    is_padding = places >= ends[-1:]
     pairs = routes.pairs[:num_pairs]
-    inputs = x.index_select(0, torch.where(is_live, pairs, 0) // per_token)
+    inputs = x.index_select(0, pairs.masked_fill(is_padding, 0) // per_token)
     gate_up = functional.grouped_mm(inputs, weights.gate_up.transpose(1, 2), offs=ends)
     activations = gate_up.new_empty(num_pairs, shape.intermediate_size)
     gated_activation(gate_up, shape.activation, activations)
     parts = functional.grouped_mm(activations, weights.down.transpose(1, 2), offs=ends)
 
     place_of_pair = places.new_empty(num_pairs + 1)
-    place_of_pair.scatter_(0, torch.where(is_live, pairs, num_pairs).long(), places)
+    place_of_pair.scatter_(0, pairs.masked_fill(is_padding, num_pairs).long(), places)
     variant = sum_variant(shape.dtype, shape.hidden_size, per_token, is_grouped=True)
     grid = (num_tokens, triton.cdiv(shape.hidden_size, variant.constants["BLOCK"]))
     variant.launch(grid, parts, place_of_pair, routes.weights, query_starts, out, query_starts.shape[0] - 1)

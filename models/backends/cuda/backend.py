@@ -45,8 +45,9 @@ from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.checkpoint.lora.adapter import LoraAdapter
 from penstock.scheduler.worker_config import DraftMethod, WorkerConfig, WorkerFacts
 
-WIDE_LATENT, WIDE_LATENT_BYTES = 256, 104 << 10
-"""In float32, latents of more dimensions need this much shared memory for each program, with a single stage."""
+WIDE_DIM, WIDE_HEAD_BYTES, WIDE_LATENT_BYTES = 256, 160 << 10, 104 << 10
+"""In float32, heads of more dimensions need this much shared memory for each program, and latents that much, with a
+single stage."""
 
 
 class CudaBackend:
@@ -247,12 +248,15 @@ def unsupported_reason(config: WorkerConfig, info: CheckpointInfo) -> str | None
     if spec.latent is not None and (reason := _unsupported_latent(config, dtype, spec.latent)):
         return reason
     head_dims = {spec.at(layer).head_dim for layer in range(spec.num_layers)}
-    for size in head_dims if spec.latent is None else {spec.latent.kv_lora_rank}:
+    widths = head_dims if spec.latent is None else {spec.latent.kv_lora_rank}
+    for size in widths:
         if size % 8 or not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             return (
                 f"its heads have {size} dimensions, and this backend runs multiples of 8 from {MIN_HEAD_DIM} to "
                 f"{MAX_HEAD_DIM}"
             )
+    if config.device.startswith("cuda") and (reason := _unsupported_width(config, dtype, max(widths), spec)):
+        return reason
     if min(config.tokenizer_vocab_size or spec.vocab_size, spec.vocab_size) > MAX_VOCAB:
         return f"its vocabulary has {spec.vocab_size} tokens, and this backend samples from up to {MAX_VOCAB}"
     if config.kv_cache_dtype == "int8":
@@ -273,14 +277,21 @@ def _unsupported_latent(config: WorkerConfig, dtype: str, latent: LatentAttentio
         return f"--kv-cache-dtype fp8: is not for latent attention: give auto or {dtype}"
     if config.speculation is not None and config.speculation.method is DraftMethod.MTP:
         return "--speculative-config mtp: this backend has no heads with latent attention: give another method"
-    if dtype == "float32" and latent.kv_lora_rank > WIDE_LATENT and config.device.startswith("cuda"):
-        found = shared_bytes_of(torch_device(config.device))
-        if found < WIDE_LATENT_BYTES:
-            return (
-                f"--dtype is {config.dtype}, here {dtype}, and latents of {latent.kv_lora_rank} dimensions then need "
-                f"{WIDE_LATENT_BYTES >> 10} KiB of shared memory, of which this GPU has {found >> 10}: give bfloat16"
-            )
     return None
+
+
+def _unsupported_width(config: WorkerConfig, dtype: str, size: int, spec: ModelSpec) -> str | None:
+    """Returns why the GPU cannot run heads or latents of up to ``size`` dimensions; None if it can."""
+    if dtype != "float32" or size <= WIDE_DIM:
+        return None
+    name, needed = ("heads", WIDE_HEAD_BYTES) if spec.latent is None else ("latents", WIDE_LATENT_BYTES)
+    found = shared_bytes_of(torch_device(config.device))
+    if found >= needed:
+        return None
+    return (
+        f"--dtype is {config.dtype}, here {dtype}, and {name} of {size} dimensions then need {needed >> 10} KiB of "
+        f"shared memory, of which this GPU has {found >> 10}: give --dtype bfloat16"
+    )
 
 
 def _unsupported_gpu(config: WorkerConfig, info: CheckpointInfo) -> str | None:

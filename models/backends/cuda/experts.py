@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.kernels.cuda.core.capture import seconds_on_gpu
 from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.moe.fused_moe import ExpertsWeights, ExpertsWorkspace, fused_moe
-from penstock.kernels.cuda.moe.grouped_mm import MEASURED_TOKENS, grouped_moe, has_grouped_mm
+from penstock.kernels.cuda.moe.grouped_mm import MEASURED_TOKENS, grouped_moe, grouped_moe_bytes, has_grouped_mm
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
 from penstock.models.architecture.spec_parts import Experts
 from penstock.models.backends.cuda.product_choice import SecondsOf
@@ -18,6 +18,9 @@ from penstock.models.backends.tensor_parallel import ALONE, TensorParallel
 from penstock.models.backends.torch_common.weights import ExpertMlp, LayerWeights, MlpBesideExperts
 
 logger = logging.getLogger(__name__)
+
+MAX_SHARE = 1 / 4
+"""The share of the free memory that ``grouped_mm`` may take: the rest is for graphs."""
 
 
 class ExpertLayers:
@@ -48,16 +51,26 @@ class ExpertLayers:
         """Measures from how many tokens on torch multiplies faster than the kernels. All ranks of a model call this
         together, and choose the same."""
         found = math.inf
-        if self._mlps and has_grouped_mm(self._shape, self._room.parts.device):
-            for tokens in (tokens for tokens in reversed(MEASURED_TOKENS) if tokens <= max_tokens):
-                if not self._is_faster(tokens, seconds_of):
-                    break
-                found = tokens
+        counts = [tokens for tokens in reversed(MEASURED_TOKENS) if tokens <= max_tokens]
+        for tokens in counts if self._can_use_torch(max_tokens) else []:
+            if not self._is_faster(tokens, seconds_of):
+                break
+            found = tokens
         never = 1 + max_tokens
         agreed = -parallel.least(-int(min(found, never)))
         if agreed < never:
             self._min_grouped_tokens = agreed
             logger.info("experts: torch's grouped_mm multiplies %s tokens and more, which was faster here", agreed)
+
+    def _can_use_torch(self, max_tokens: int) -> bool:
+        """Whether torch can compute steps of up to ``max_tokens``."""
+        device = self._room.parts.device
+        if not self._mlps or not has_grouped_mm(self._shape, device):
+            return False
+        if grouped_moe_bytes(self._shape, max_tokens) <= MAX_SHARE * free_bytes(device):
+            return True
+        logger.info("experts: torch's grouped_mm is not used, since it needs more memory for %s tokens", max_tokens)
+        return False
 
     def _is_faster(self, tokens: int, seconds_of: SecondsOf) -> bool:
         shape, weights = self._shape, _kernel_weights(self._mlps[0])
@@ -99,6 +112,11 @@ class ExpertLayers:
         shares = (factors / total.clamp(min=tiny)).clamp(min=tiny).log()
         routed = torch.full_like(logits, least).scatter_(-1, chosen, shares.to(logits.dtype))
         return routed, total.to(x.dtype)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Returns the free memory of a GPU; without one, infinity."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
 
 
 def _kernel_weights(mlp: ExpertMlp) -> ExpertsWeights:

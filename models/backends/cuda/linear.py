@@ -257,8 +257,9 @@ class CudaLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """(T, K) -> (T, N)."""
-        if self.bias is None and self.owner.uses_scaled_mm(self.weight, len(x)):
-            return scaled_mm(x, self.weight, self.owner.room)
+        if self.owner.uses_scaled_mm(self.weight, len(x)):
+            made = scaled_mm(x, self.weight, self.owner.room)
+            return made if self.bias is None else made.add_(self.bias)
         out = x.new_empty(len(x), self.weight.layout.rows)
         gemm(x, self.weight, out, self.owner.room, self.bias)
         return out

@@ -169,26 +169,38 @@ def test_gpus_that_lack_something_are_refused_by_name(capability, config, reason
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shared_bytes", "refused"),
-    [("float32", 99 << 10, True), ("bfloat16", 99 << 10, False), ("float32", 163 << 10, False)],
+    ("name", "dtype", "shared_kib", "needed"),
+    [
+        ("latents", "float32", 99, 104),
+        ("latents", "float32", 163, None),
+        ("latents", "bfloat16", 99, None),
+        ("heads", "float32", 99, 160),
+        ("heads", "float32", 163, None),
+        ("heads", "bfloat16", 99, None),
+    ],
 )
-def test_wide_latents_in_float32_need_more_shared_memory_than_some_gpus_have(
-    dtype, shared_bytes, refused, tiny_model, worker_config, gpu_of, monkeypatch
+def test_wide_heads_in_float32_need_more_shared_memory_than_some_gpus_have(
+    name, dtype, shared_kib, needed, tiny_model, worker_config, gpu_of, monkeypatch
 ):
-    path = tiny_model("deepseek-v3").path
+    path = tiny_model("deepseek-v3" if name == "latents" else "llama").path
     info = check_checkpoint(path)
-    assert info.spec.latent is not None
-    wide = replace(info, spec=replace(info.spec, latent=replace(info.spec.latent, kv_lora_rank=512)))
-    gpu_of(89)
-    monkeypatch.setattr(backend, "shared_bytes_of", lambda device: shared_bytes)
-    told = backend.unsupported_reason(worker_config(path, device="cuda", backend="cuda", dtype=dtype), wide)
-    if refused:
-        assert str(told).endswith(
-            f"need {backend.WIDE_LATENT_BYTES >> 10} KiB of shared memory, of which this GPU has 99: give bfloat16"
-        )
-        assert backend.unsupported_reason(worker_config(path, device="cuda", backend="cuda", dtype=dtype), info) is None
+    if name == "latents":
+        assert info.spec.latent is not None
+        spec = replace(info.spec, latent=replace(info.spec.latent, kv_lora_rank=512))
     else:
+        spec = replace(info.spec, head_dim=512)
+    gpu_of(89)
+    monkeypatch.setattr(backend, "shared_bytes_of", lambda device: shared_kib << 10)
+    config = worker_config(path, device="cuda", backend="cuda", dtype=dtype)
+    assert backend.unsupported_reason(config, info) is None
+    told = backend.unsupported_reason(config, replace(info, spec=spec))
+    if needed is None:
         assert told is None
+    else:
+        assert told == (
+            f"--dtype is float32, here float32, and {name} of 512 dimensions then need {needed} KiB of shared memory, "
+            f"of which this GPU has {shared_kib}: give --dtype bfloat16"
+        )
 
 
 def test_fp8_checkpoints_need_a_gpu_that_has_fp8(tiny_model, worker_config, gpu_of):

@@ -16,7 +16,7 @@ if not find_spec("triton"):
 
 from penstock.kernels.cuda.model_shapes import Mixture
 from penstock.kernels.cuda.moe.fused_moe import ExpertsWeights, ExpertsWorkspace, fused_moe
-from penstock.kernels.cuda.moe.grouped_mm import grouped_moe, has_grouped_mm
+from penstock.kernels.cuda.moe.grouped_mm import grouped_moe, grouped_moe_bytes, has_grouped_mm
 from penstock.kernels.cuda.moe.shapes import ExpertsShape
 from penstock.models.backends.cuda import experts
 from penstock.models.backends.cuda.experts import ExpertLayers
@@ -47,14 +47,24 @@ def arguments(tokens: int, live: int) -> Any:
     return SHAPE, made(tokens, 40), logits, weights, query_starts, room
 
 
-@pytest.mark.parametrize("live", [70, 51, 0])
+@pytest.mark.parametrize("live", [40, 29, 0])
 def test_both_give_the_same(live):
-    given = arguments(70, live)
-    expected, out = (torch.full((70, 40), 7.0, dtype=BF16, device=DEVICE) for _ in range(2))
-    fused_moe(*given, out=expected)
-    grouped_moe(*given, out=out)
+    shape, x, logits, weights, query_starts, room = arguments(40, live)
+    expected, out = (torch.full((40, 40), 7.0, dtype=BF16, device=DEVICE) for _ in range(2))
+    fused_moe(shape, x, logits, weights, query_starts, room, expected)
+    grouped_moe(shape, x, logits, weights, query_starts, room, out)
     assert_close(out, expected, rtol=2**-6, atol=2**-6)
     assert (out[live:] == 7.0).all(), "tokens without a sequence are not written"
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="is about recordings without a GPU")
+def test_a_graph_can_capture_it(monkeypatch):
+    from without_gpu.capture_checks import Capture, check_captures
+
+    check_captures(monkeypatch)
+    shape, x, logits, weights, query_starts, room = arguments(33, 0)
+    with Capture():
+        grouped_moe(shape, x, logits, weights, query_starts, room, torch.zeros_like(x))
 
 
 @pytest.mark.parametrize(
@@ -150,6 +160,16 @@ def test_a_torch_that_cannot_multiply_here_is_left_out(layers, monkeypatch, capl
     assert "grouped gemm is not supported" in caplog.text
 
 
+def test_memory_that_graphs_need_is_left_to_them(layers, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(experts, "free_bytes", lambda device: 4 * grouped_moe_bytes(SHAPE, 2048))
+    layers.measure(8192, timed())
+    assert layers._min_grouped_tokens == math.inf
+    assert "it needs more memory for 8192 tokens" in caplog.text
+    layers.measure(2048, timed(2.0, 1.0, 2.0, 1.0))
+    assert layers._min_grouped_tokens == 512
+
+
 def test_a_layer_uses_what_was_chosen(layers, monkeypatch):
     used = []
     for function in (fused_moe, grouped_moe):
@@ -161,3 +181,33 @@ def test_a_layer_uses_what_was_chosen(layers, monkeypatch):
     for tokens in (511, 512):
         layers.compute(mlp, torch.zeros(tokens, 40), torch.tensor([0, tokens]))
     assert used == ["fused_moe", "grouped_moe"]
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_any_routing_at_size():
+    mixture = Mixture(num_experts=128, per_token=8, normalise=True)
+    shape, tokens = ExpertsShape(mixture, 2048, 768, BF16, BF16), 2048
+    if not has_grouped_mm(shape, DEVICE):
+        pytest.skip("torch has no kernel for this GPU")
+    weights = ExpertsWeights(
+        torch.randn(128, 1536, 2048, dtype=BF16, device=DEVICE).mul_(2048**-0.5),
+        torch.randn(128, 2048, 768, dtype=BF16, device=DEVICE).mul_(768**-0.5),
+    )
+    room = ExpertsWorkspace.allocate(shape, tokens, DEVICE)
+    x, logits = (
+        torch.zeros(tokens, 2048, dtype=BF16, device=DEVICE),
+        torch.zeros(tokens, 128, dtype=BF16, device=DEVICE),
+    )
+    query_starts = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)
+    expected, out = torch.zeros_like(x), torch.zeros_like(x)
+    grouped_moe(shape, x, logits, weights, query_starts, room, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_moe(shape, x, logits, weights, query_starts, room, out)
+    for live in (tokens, 1000):
+        x.normal_()
+        logits.normal_()
+        query_starts[1] = live
+        graph.replay()
+        fused_moe(shape, x, logits, weights, query_starts, room, expected)
+        assert_close(out[:live], expected[:live], rtol=2**-5, atol=2**-5)

@@ -178,3 +178,15 @@ def test_gate_and_up_are_measured_with_their_activation(monkeypatch):
 
     linears.measure(1, seconds_of, activations=activations)
     assert widths == [24, 24, 64, 64]
+
+
+@pytest.mark.gpu
+def test_a_gpu_says_which_is_faster():
+    linears, [made, *_] = make_linears(*[(4096, 4096)] * 4)
+    linears.measure(64)
+    assert [each.form.max_tokens for each in linears.choice.measured] == list(BUCKETS)
+    for each in linears.choice.measured:
+        assert 0 < each.kernels_s < 1e-3
+        assert 0 < each.torch_s < 1e-3
+        x = torch.randn(each.form.max_tokens, 4096, dtype=BF16, device=DEVICE)
+        assert_close(made(x), made.by_torch(x), rtol=2**-6, atol=0.5)

@@ -43,10 +43,13 @@ def multiplied(monkeypatch) -> list[int]:
     return counts
 
 
-def linear(rows: int = 32, columns: int = 128, *, deterministic: bool = False) -> tuple[CudaLinears, CudaLinear]:
+def linear(
+    rows: int = 32, columns: int = 128, *, deterministic: bool = False, is_biased: bool = False
+) -> tuple[CudaLinears, CudaLinear]:
     no_checkpoint: Any = None
     linears = CudaLinears(no_checkpoint, "fp8", DEVICE, deterministic=deterministic)
-    made = linears.make((), lambda: torch.randn(rows, columns, dtype=BF16, device=DEVICE), None, may_quantize=True)
+    bias = torch.randn(rows, dtype=BF16, device=DEVICE) if is_biased else None
+    made = linears.make((), lambda: torch.randn(rows, columns, dtype=BF16, device=DEVICE), bias, may_quantize=True)
     assert isinstance(made, CudaLinear)
     linears.take_room(BF16, MAX_TOKENS)
     return linears, made
@@ -77,8 +80,9 @@ def test_torch_multiplies_from_where_it_is_faster(seconds, max_tokens, least):
     ]
 
 
-def test_both_give_the_same(multiplied):
-    linears, made = linear()
+@pytest.mark.parametrize("is_biased", [False, True])
+def test_both_give_the_same(is_biased, multiplied):
+    linears, made = linear(is_biased=is_biased)
     x = torch.randn(70, 128, dtype=BF16, device=DEVICE)
     by_kernels = made(x)
     linears.measure(MAX_TOKENS, timed(2.0, 1.0, 2.0, 1.0))
