@@ -208,6 +208,9 @@ class SequenceState:
     """The number of wanted blocks that it must compute, because no sequence ahead of it does."""
     num_evicted: int = 0
     """The number of wanted blocks that must be copied back from the host tier."""
+    num_stateless: int = 0
+    """The number of wanted blocks that have KV but no saved state after them, and that no sequence ahead of it computes
+    again."""
     num_shared: int = 0
     """The number of wanted blocks that another waiting sequence needed when this one began to wait."""
 
