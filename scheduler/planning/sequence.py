@@ -72,7 +72,8 @@ class RequestState:
         self.place = Place(0.0, number)
         """Its place among those of the same rank by policy; see ``RequestIntake``."""
         self.tenant = tenant
-        self.origin = BlockOrigin(request.tenant, request.session_id)
+        adapter = "" if request.adapter is None else request.adapter.name
+        self.origin = BlockOrigin(request.tenant, request.session_id, adapter)
         self.timeline = timeline
         self.held = False
         """If true, its output is not read, so it is in no plan."""
