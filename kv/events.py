@@ -23,6 +23,8 @@ class BlockOrigin(NamedTuple):
 
     tenant: str = ""
     session_id: str = ""
+    adapter: str = ""
+    """The name of the LoRA adapter; empty: none."""
 
 
 NO_ORIGIN = BlockOrigin()
@@ -37,6 +39,8 @@ class StoredBlock(NamedTuple):
     token_ids: tuple[int, ...]
     tenant: str = ""
     """The tenant whose requests can find it; empty if it was stored without one."""
+    adapter: str = ""
+    """The name of the LoRA adapter whose requests can find it; empty: those without one."""
 
 
 class KvChanges(NamedTuple):
@@ -69,7 +73,8 @@ class KvEventLog:
         # Hashes of the last changes, up to ``sequence``.
         self._recent: deque[bytes] = deque(maxlen=max_changes)
         self._pack = struct.Struct(f"<{block_size}I")
-        # Hash -> the length of the parent's hash, that hash, the token ids and the tenant: 140 bytes for 16 tokens.
+        # Hash -> the length of the parent's hash, that hash, the token ids, the tenant and the adapter: 140 bytes for
+        # 16 tokens.
         self._contents: dict[bytes, bytes] = {}
         self._sessions: dict[bytes, str] = {}
         """The sessions of blocks that have one."""
@@ -80,7 +85,8 @@ class KvEventLog:
     ) -> None:
         """Records that a block can be found from now on."""
         packed = self._pack.pack(*token_ids)
-        self._contents[block_hash] = bytes((len(parent_hash),)) + parent_hash + packed + origin.tenant.encode()
+        names = f"{origin.tenant}\0{origin.adapter}" if origin.adapter else origin.tenant
+        self._contents[block_hash] = bytes((len(parent_hash),)) + parent_hash + packed + names.encode()
         if self.keeps_details and origin.session_id:
             self._sessions[block_hash] = origin.session_id
         self._record(block_hash)
@@ -169,7 +175,8 @@ class KvEventLog:
         start = 1 + content[0]
         end = start + self._pack.size
         token_ids = self._pack.unpack(content[start:end])
-        return StoredBlock(block_hash, content[1:start], token_ids, content[end:].decode())
+        tenant, _, adapter = content[end:].decode().partition("\0")
+        return StoredBlock(block_hash, content[1:start], token_ids, tenant, adapter)
 
 
 def _parent_hash(content: bytes) -> bytes:

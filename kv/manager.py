@@ -93,9 +93,24 @@ class KVCacheManager:
         """Returns the number of blocks after which a row may begin, if the first ``num_found`` of a sequence have KV.
         With recurrent layers, these are the blocks before the last saved state."""
         if self.states.num_slots:
+            num_found = min(num_found, len(hashes))
             while num_found and self.states.find(hashes[num_found - 1]) is None:
                 num_found -= 1
         return num_found
+
+    def find_stateless(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """Returns the hashes of the blocks of a sequence that have KV and must still be computed again: those after the
+        last state that is saved, or that a running row will save."""
+        states = self.states
+        if not states.num_slots:
+            return ()
+        num_found = len(list(takewhile(self._find_tiers, hashes)))
+        if num_found < len(hashes) and hashes[num_found] in self._pending:
+            return ()  # the row that computes the next block will save its state where the sequence parts from it
+        num_usable = num_found
+        while num_usable and states.find(hashes[num_usable - 1]) is states.leader(hashes[num_usable - 1]) is None:
+            num_usable -= 1
+        return hashes[num_usable:num_found]
 
     def find_evicted(self, hashes: Sequence[bytes], num_found: int, num_tokens: int) -> Sequence[bytes]:
         """Returns the hashes of the blocks that follow a prefix of ``num_found`` blocks, up to the first that the host

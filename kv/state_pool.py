@@ -66,6 +66,8 @@ class StatePool:
         """``has_block`` returns whether a hash finds a block; otherwise no snapshot has this hash. ``is_retained``
         returns whether that block is kept in preference to others."""
         self.num_slots = num_slots
+        self.on_changed: Callable[[bytes], None] = lambda block_hash: None
+        """Called after a snapshot with this hash can be found, or no longer can."""
         self._has_block = has_block
         self._is_retained = is_retained
         self.reset()
@@ -157,12 +159,14 @@ class StatePool:
         del self._by_hash[block_hash]
         self._hashes[slot] = None
         self._reused.discard(slot)
+        self.on_changed(block_hash)
 
     def _remember(self, slot: int, block_hash: bytes) -> None:
         """Lets a hash find a slot, unless it finds another one already: equal hashes mean equal states."""
         if block_hash not in self._by_hash and self._has_block(block_hash):
             self._by_hash[block_hash] = slot
             self._hashes[slot] = block_hash
+            self.on_changed(block_hash)
 
     def name_slot(
         self, owner: Hashable, position: int, block_hash: bytes | None, *, is_passed: bool = False

@@ -122,8 +122,10 @@ class WantedBlocks:
 
     def owner(self, block_hash: bytes) -> Hashable | None:
         """Returns the sequence that is charged for a missing block."""
-        if self._whereabouts.get(block_hash) is not Whereabouts.MISSING:
-            return None
+        return self.first(block_hash) if self._whereabouts.get(block_hash) is Whereabouts.MISSING else None
+
+    def first(self, block_hash: bytes) -> Hashable | None:
+        """Returns the sequence that is charged for a block while it is not at hand."""
         return self._owners.get(block_hash)
 
     def partings(self, hashes: Sequence[bytes], start: int, stop: int) -> list[int]:

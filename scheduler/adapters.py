@@ -43,6 +43,11 @@ class AdapterSlots:
     def __len__(self) -> int:
         return len(self._holders)
 
+    @property
+    def num_used(self) -> int:
+        """The number of slots that hold an adapter, or that one is being loaded into."""
+        return len(self._holders) - self._holders.count(None)
+
     def is_ready(self, adapter: Adapter) -> bool:
         """Returns whether a row may begin with the adapter. If not, it is loaded as soon as there is a slot for it."""
         if adapter is self._leaving and not adapter.num_rows:

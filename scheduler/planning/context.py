@@ -22,7 +22,7 @@ class PlanningContext:
     ) -> None:
         self.kv = kv
         self.facts = facts
-        self.waiting = WaitingQueue(config.policy, kv.wanted, kv.block_size)
+        self.waiting = WaitingQueue(config.policy, kv)
         self.running = RunningQueue()
         self.rows = RowIdAllocator(num_row_numbers(facts.max_num_seqs))
         self.tenants = TenantAccounting(config, clock)

@@ -132,8 +132,16 @@ class PreemptionPolicy:
         return [sequence for value, sequence in placed if value == highest]
 
     def _cheapest(self, sequences: Iterable[SequenceState]) -> SequenceState:
-        """Returns the row with the least to recompute: the one that shares most of its blocks, or has the fewest."""
-        return min(sequences, key=lambda sequence: (self._kv.pool.num_unshared(sequence.block_ids), -sequence.rank[2]))
+        """Returns the row with the least to recompute."""
+        return min(sequences, key=lambda sequence: (self._num_lost(sequence), -sequence.rank[2]))
+
+    def _num_lost(self, sequence: SequenceState) -> int:
+        """Returns the number of blocks that a row may have to compute again: those that it shares with no other row.
+        With recurrent layers, it begins after a saved state. So the number is twice the mean of what it computes again
+        if all of these blocks are evicted, and if none is."""
+        kv, num_blocks = self._kv, len(sequence.block_ids)
+        num_shared = num_blocks - kv.pool.num_unshared(sequence.block_ids)
+        return sum(num_blocks - kv.num_usable(sequence.hashes, num) for num in (num_shared, num_blocks))
 
 
 def in_turn(decoding: Sequence[SequenceState], step: int, num_stages: int) -> list[SequenceState]:

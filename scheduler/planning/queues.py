@@ -11,7 +11,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import cast
 
-from penstock.kv.wanted import WantedBlocks
+from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.planning.ordered_queue import OrderedQueue
 from penstock.scheduler.planning.sequence import SequenceState, SequenceStatus
 from penstock.scheduler.planning.tenants import RequestCount, TenantUse
@@ -28,7 +28,7 @@ _RANK, _DUE = attrgetter("rank"), attrgetter("due")
 class WaitingQueue:
     """Sequences without a row: new, forked and preempted ones."""
 
-    def __init__(self, policy: Policy, wanted: WantedBlocks, block_size: int) -> None:
+    def __init__(self, policy: Policy, kv: KVCacheManager) -> None:
         self.by_turns = False
         """Whether tenants take turns."""
         self.queued = RequestCount()
@@ -38,8 +38,9 @@ class WaitingQueue:
         """The sequences of warm-ups."""
         self.num_pooled = 0
         """Pooled sequences, which have a row only until their prompts are computed."""
-        self._wanted = wanted
-        self._block_size = block_size
+        self._kv = kv
+        self._wanted = kv.wanted
+        self._block_size = kv.block_size
         self._num_sequences = 0
         self._own: dict[str, RequestCount] = {}
         """The queued requests and tokens of each tenant that has any. Counted as they enter and leave, because there
@@ -48,7 +49,8 @@ class WaitingQueue:
         """One for each tenant, or one for all; none is empty."""
         self._due: OrderedQueue | None = None
         """The sequences with a deadline, ordered by it; only under the policy ``deadline``."""
-        wanted.on_charged = self._charge
+        kv.wanted.on_charged = self._charge
+        kv.states.on_changed = self._state_changed
         self.arrange(policy)
 
     def __len__(self) -> int:
@@ -107,18 +109,19 @@ class WaitingQueue:
         self._count(sequence, -1)
         sequence.is_queued = False
         self._wanted.remove(sequence, sequence.hashes[: sequence.num_wanted])
-        sequence.num_missing = sequence.num_evicted = 0
+        sequence.num_missing = sequence.num_evicted = sequence.num_stateless = 0
 
     def _want(self, sequence: SequenceState) -> None:
         """Finds out what the sequence lacks; ``_charge`` keeps it up to date."""
         sequence.num_wanted = sequence.num_missing = sequence.num_evicted = 0
-        sequence.num_shared = 0
+        sequence.num_shared = sequence.num_stateless = 0
         if sequence.reads_cache and not sequence.pinned:  # pinned ones have all that they can find
             hashes = sequence.hashes[: (len(sequence.token_ids) - 1) // self._block_size]
             sequence.num_wanted = len(hashes)
             sequence.num_shared = self._wanted.add_owner(
                 sequence, hashes, lambda other: cast(SequenceState, other).rank > sequence.rank
             )
+            self._count_stateless(sequence)
         sequence.work = self._work(sequence)
         sequence.is_queued = True
 
@@ -127,7 +130,21 @@ class WaitingQueue:
         sequence.num_missing += num_missing
         sequence.num_evicted += num_evicted
         if sequence.is_queued:
+            if num_missing > 0 and sequence.num_stateless:  # they may be the same blocks
+                self._count_stateless(sequence)
             self.update_work(sequence)
+
+    def _state_changed(self, block_hash: bytes) -> None:
+        sequence = cast(SequenceState | None, self._wanted.first(block_hash))
+        if sequence is not None and sequence.is_queued:
+            self._count_stateless(sequence)
+            self.update_work(sequence)
+
+    def _count_stateless(self, sequence: SequenceState) -> None:
+        """Counts the blocks that the sequence computes again for lack of a state. If several need them, the first does,
+        and the others begin with the state that it saves."""
+        stateless = self._kv.find_stateless(sequence.hashes[: sequence.num_wanted])
+        sequence.num_stateless = sum(self._wanted.first(block_hash) is sequence for block_hash in stateless)
 
     def update_work(self, sequence: SequenceState) -> None:
         """Updates the work of a waiting sequence after blocks have moved."""
@@ -148,7 +165,9 @@ class WaitingQueue:
 
     def _work(self, sequence: SequenceState) -> QueuedWork:
         live, num_tokens, size = sequence.live, len(sequence.token_ids), self._block_size
-        num_at_hand = sequence.num_wanted - sequence.num_missing if sequence.num_wanted else len(sequence.pinned)
+        num_at_hand = len(sequence.pinned)
+        if sequence.num_wanted:
+            num_at_hand = max(0, sequence.num_wanted - sequence.num_missing - sequence.num_stateless)
         return sequence_work(
             num_tokens,
             num_tokens - size * num_at_hand,

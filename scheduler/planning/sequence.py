@@ -72,7 +72,8 @@ class RequestState:
         self.place = Place(0.0, number)
         """Its place among those of the same rank by policy; see ``RequestIntake``."""
         self.tenant = tenant
-        self.origin = BlockOrigin(request.tenant, request.session_id)
+        adapter = "" if request.adapter is None else request.adapter.name
+        self.origin = BlockOrigin(request.tenant, request.session_id, adapter)
         self.timeline = timeline
         self.held = False
         """If true, its output is not read, so it is in no plan."""
@@ -208,6 +209,9 @@ class SequenceState:
     """The number of wanted blocks that it must compute, because no sequence ahead of it does."""
     num_evicted: int = 0
     """The number of wanted blocks that must be copied back from the host tier."""
+    num_stateless: int = 0
+    """The number of wanted blocks that have KV but no saved state after them, and that no sequence ahead of it computes
+    again."""
     num_shared: int = 0
     """The number of wanted blocks that another waiting sequence needed when this one began to wait."""
 

@@ -22,6 +22,7 @@ from penstock.scheduler.simulation.costs import (
     StepNoise,
 )
 from penstock.scheduler.simulation.step_log import LoggedStep, StepLog, StepLogError
+from penstock.scheduler.timing.step_time import step_features
 
 MIN_STEPS = 32
 MIN_DIFFERENT = 8
@@ -63,7 +64,8 @@ def fit_costs(log: StepLog) -> Fit:
     """Returns the costs of the steps in a log. Raises StepLogError if they are too few or too similar."""
     steps = [step for step in log.steps if step.seconds > 0]
     _check_enough(steps)
-    features, seconds = _features(steps), np.array([step.seconds for step in steps])
+    features = np.array([step_features(step.work, 1, step.drafts) for step in steps], dtype=np.float64)
+    seconds = np.array([step.seconds for step in steps])
     copy_s = log.header.facts.copy_us_per_block * 1e-6
     seconds = np.maximum(seconds - copy_s * np.array([step.copied_blocks for step in steps]), seconds / 2)
     costs = _fit_steps(features, seconds)
@@ -96,18 +98,6 @@ def _check_enough(steps: Sequence[LoggedStep]) -> None:
             f"{problem}; log a longer and more varied load, such as penstock bench --rate 5 --prompt-tokens "
             "lognormal:300,200 --output-tokens uniform:16-96"
         )
-
-
-def _features(steps: Sequence[LoggedStep]) -> Floats:
-    """Returns a row for each step, with a column for each cost."""
-    rows = [
-        (
-            1, step.prefill_tokens, step.prefill_kv, step.decodes, step.decode_kv, step.chunks, step.chunk_kv,
-            step.drafts,
-        )
-        for step in steps
-    ]  # fmt: skip
-    return np.array(rows, dtype=np.float64)
 
 
 def _fit_steps(features: Floats, seconds: Floats) -> StepCosts:

@@ -3,9 +3,10 @@
 The model of a step's time is
 
     constant + a * prefill_tokens + b * prefill_kv + c * decodes + d * decode_kv + e * chunks + f * chunk_kv
-    + g * drafts
+    + g * drafts + the sum over BENDS of h * max(0, decodes - bend)
 
-with no coefficient below zero, times a pace. The coefficients minimize the squares of the relative errors, and older
+with no coefficient below zero, times a pace. From some number of decoding rows on, a step computes for longer than it
+reads its weights, and each row costs more. The coefficients minimize the squares of the relative errors, and older
 steps count less and less. The pace is that of the last few steps, because a machine may be busy with other things too.
 Blocks that are copied between the tiers of the KV cache are added, at the time that the worker measured for one.
 
@@ -32,6 +33,9 @@ MIN_SHARE = 2
 """Without a target, a step with chunks may always take this many times as long as only its decodes. Otherwise prompts
 would hardly make progress on a slow machine."""
 
+BENDS = (4, 16, 64)
+"""Numbers of decoding rows beyond which each one may cost more. They approximate a bend at any number."""
+
 _MIN_STEPS = 4
 """The number of steps before the first prediction: the first steps are not like the others."""
 _FIT_EVERY = 8
@@ -51,8 +55,10 @@ _SWEEPS = 8
 """The number of sweeps over the coefficients in a fit. They start from the last values, so they need not converge."""
 _DAMPING = 1e-3
 """A coefficient that was hardly ever needed moves slowly, so that noise cannot drive it far."""
-_SCALES = (1.0, 1e-2, 1e-5, 1e-1, 1e-4, 1.0, 1e-4, 1e-1)
+_SCALES = (1.0, 1e-2, 1e-5, 1e-1, 1e-4, 1.0, 1e-4, 1e-1, *(1e-1 for _ in BENDS))
 """Scales of the terms above, in their order, which bring them all to about 1."""
+_OF_DECODES = (3, 4, 7, *range(8, 8 + len(BENDS)))
+"""The indices of the terms of decoding rows."""
 
 
 class StepWork(NamedTuple):
@@ -155,7 +161,7 @@ class StepTimeModel:
         return self._whole_s / self._decoding_s if self._decoding_s > 0 else 1.0
 
     def observe(self, work: StepWork, seconds: float, num_drafted: int = 0, num_accepted: int = 0) -> None:
-        """Learns from a step with this work and these drafts, which took ``seconds``; takes about 10 us."""
+        """Learns from a step with this work and these drafts, which took ``seconds``; takes about 20 us."""
         terms = _terms(work, 1, num_drafted)
         # The time of copies is less certain than the step's own time, so they count as at most half of it.
         seconds = max(seconds - work.copied_blocks * self._copy_s, seconds / 2, 1e-6)
@@ -196,7 +202,8 @@ class StepTimeModel:
         if not decodes or whole_s is None:
             return DecodeCosts(0.0, 0.0, 0.0)
         rows_s = max(0.0, whole_s - base_s)
-        row, position, draft = (self._pace * self._coefficients[index] * _SCALES[index] for index in (3, 4, 7))
+        row, position, draft, *bent = (self._pace * self._coefficients[index] * _SCALES[index] for index in _OF_DECODES)
+        row += _dot(bent, num_bent(decodes, 1)) / decodes
         modelled = row * decodes + position * decode_kv
         if modelled <= 0.0:
             return DecodeCosts(rows_s / decodes, 0.0, draft)
@@ -246,8 +253,18 @@ class StepTimeModel:
         self._pace = min(max(pace, 1 / _MAX_PACE), _MAX_PACE)
 
 
+def step_features(work: StepWork, steps: float, drafts: float) -> tuple[float, ...]:
+    """Returns what each cost is multiplied with, without the bends: the number of steps, their work and drafts."""
+    return (steps, *work[:-1], drafts)
+
+
+def num_bent(decodes: float, steps: float) -> list[float]:
+    """Returns the number of rows beyond each of ``BENDS``, for decoding rows that are spread evenly over steps."""
+    return [max(0.0, decodes - bend * steps) for bend in BENDS]
+
+
 def _terms(work: StepWork, steps: float, drafts: float) -> tuple[float, ...]:
-    return tuple(map(mul, _SCALES, (steps, *work[:-1], drafts)))
+    return tuple(map(mul, _SCALES, (*step_features(work, steps, drafts), *num_bent(work.decodes, steps))))
 
 
 def _dot(one: Sequence[float], other: Sequence[float]) -> float:

@@ -40,7 +40,9 @@ def message(log: KvEventLog, changes: KvChanges) -> pb.WatchKvEventsResponse:
         cleared=changes.cleared,
         removed_hashes=changes.removed,
         stored=[
-            pb.KvBlock(hash=block.block_hash, parent_hash=block.parent_hash, token_ids=block.token_ids)
+            pb.KvBlock(
+                hash=block.block_hash, parent_hash=block.parent_hash, token_ids=block.token_ids, adapter=block.adapter
+            )
             for block in changes.stored
         ],
         block_size=log.block_size,

@@ -206,6 +206,7 @@ class RunningService:
             server=self._server,
             model_name=config.model_name,
             version=installed_version(),
+            adapters=self.adapters,
             engine=self._engine,
             facts=self._facts,
             validator=self._validator,

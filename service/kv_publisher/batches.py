@@ -29,10 +29,12 @@ class BlockStored(KvEvent, frozen=True):
     """The tokens of all blocks, concatenated."""
     block_size: int
     lora_id: int | None
+    """Nil: adapters have names, and no numbers."""
     medium: str
     lora_name: str | None
     extra_keys: list[tuple[str, ...] | None] | None = None
-    """The other inputs of each block's hash. As in vLLM, the ``cache_salt`` is a key of a sequence's first block."""
+    """The other inputs of each block's hash. As in vLLM, the name of the adapter is a key of every block, and the
+    ``cache_salt`` one of a sequence's first block."""
     session_id: str | None = None
     cache_salt: str | None = None
     """The same salt for readers that expect it here, such as Dynamo; vLLM's decoder ignores it."""
@@ -112,6 +114,10 @@ class BatchEncoder:
     def _stored(self, run: list[StoredBlock], medium: str) -> BlockStored:
         first = run[0]
         salt = None if first.parent_hash else cache_salt(first.tenant)
+        names: tuple[str, ...] = (first.adapter,) if first.adapter else ()
+        extra_keys: list[tuple[str, ...] | None] = [names or None] * len(run)
+        if salt is not None:
+            extra_keys[0] = (*names, salt)
         return BlockStored(
             block_hashes=[_number(block.block_hash) for block in run],
             parent_block_hash=_number(first.parent_hash) if first.parent_hash else None,
@@ -119,8 +125,8 @@ class BatchEncoder:
             block_size=self._log.block_size,
             lora_id=None,
             medium=medium,
-            lora_name=None,
-            extra_keys=None if salt is None else [(salt,), *[None] * (len(run) - 1)],
+            lora_name=first.adapter or None,
+            extra_keys=extra_keys if any(extra_keys) else None,
             session_id=self._log.session_id(first.block_hash) or None,
             cache_salt=salt,
         )

@@ -104,9 +104,11 @@ class AdapterRegistry:
             except ServiceError as error:
                 raise ExecutorError(f"--lora-modules: {name}: {error.message}") from None
 
-    def unload(self, name: str) -> None:
-        """Refuses new requests for an adapter; those that the engine has finish. Raises ServiceError."""
+    def unload(self, name: str) -> Adapter:
+        """Refuses new requests for an adapter, and returns it; requests that the engine has finish. Raises
+        ServiceError."""
         adapter = self._adapters.pop(name, None)
         if adapter is None or self._engine is None:
             raise ServiceError(Reason.MODEL_NOT_FOUND, "name: no adapter of this name is loaded", field="name")
         self._engine.adapters.unload(adapter)
+        return adapter

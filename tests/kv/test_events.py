@@ -33,7 +33,7 @@ def test_a_new_reader_gets_everything_and_then_only_changes(log):
     assert not reader.is_up_to_date
     first = reader.read(ENDLESS)
     assert (first.cleared, first.removed, stored_numbers(first)) == (True, [], [0, 1])
-    assert first.stored[1] == (HASHES[1], HASHES[0], (1, 2), "")
+    assert first.stored[1] == (HASHES[1], HASHES[0], (1, 2), "", "")
     assert first.stored[0].parent_hash == b""
     assert reader.is_up_to_date
     assert not reader.read(ENDLESS).cleared

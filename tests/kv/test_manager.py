@@ -137,7 +137,7 @@ def test_events_report_a_block_exactly_while_it_can_be_found(kv):
     start = kv.events.sequence
     table, copy = computed(kv, HASHES, 8), computed(kv, HASHES, 8)
     assert kv.events.sequence == start + 2, "what could be found already is no news"
-    assert kv.events.find(HASHES[1]) == (HASHES[1], HASHES[0], tuple(TOKENS[4:8]), "")
+    assert kv.events.find(HASHES[1]) == (HASHES[1], HASHES[0], tuple(TOKENS[4:8]), "", "")
     kv.pool.release(copy)
     kv.pool.release(table)
     assert kv.events.sequence == start + 2

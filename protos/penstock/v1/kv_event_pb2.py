@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock/v1/kv_event.proto\x12\x0bpenstock.v1\"Y\n\x14WatchKvEventsRequest\x12\x1b\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x11\n\tstream_id\x18\x02 \x01(\tB\x11\n\x0f_after_sequence\"\x9f\x01\n\x15WatchKvEventsResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x11\n\tstream_id\x18\x02 \x01(\t\x12\x0f\n\x07\x63leared\x18\x03 \x01(\x08\x12\x16\n\x0eremoved_hashes\x18\x04 \x03(\x0c\x12$\n\x06stored\x18\x05 \x03(\x0b\x32\x14.penstock.v1.KvBlock\x12\x12\n\nblock_size\x18\x06 \x01(\r\"D\n\x07KvBlock\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x0c\x12\x16\n\ttoken_ids\x18\x03 \x03(\rB\x03\x80\x01\x01\x42P\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apenstock/v1/kv_event.proto\x12\x0bpenstock.v1\"Y\n\x14WatchKvEventsRequest\x12\x1b\n\x0e\x61\x66ter_sequence\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x11\n\tstream_id\x18\x02 \x01(\tB\x11\n\x0f_after_sequence\"\x9f\x01\n\x15WatchKvEventsResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x11\n\tstream_id\x18\x02 \x01(\t\x12\x0f\n\x07\x63leared\x18\x03 \x01(\x08\x12\x16\n\x0eremoved_hashes\x18\x04 \x03(\x0c\x12$\n\x06stored\x18\x05 \x03(\x0b\x32\x14.penstock.v1.KvBlock\x12\x12\n\nblock_size\x18\x06 \x01(\r\"U\n\x07KvBlock\x12\x0c\n\x04hash\x18\x01 \x01(\x0c\x12\x13\n\x0bparent_hash\x18\x02 \x01(\x0c\x12\x16\n\ttoken_ids\x18\x03 \x03(\rB\x03\x80\x01\x01\x12\x0f\n\x07\x61\x64\x61pter\x18\x04 \x01(\tBP\n\x0f\x64\x65v.penstock.v1P\x01Z\'penstock.dev/gen/penstock/v1;penstockv1\xa2\x02\x03PNS\xaa\x02\x0bPenstock.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,5 +39,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHKVEVENTSRESPONSE']._serialized_start=135
   _globals['_WATCHKVEVENTSRESPONSE']._serialized_end=294
   _globals['_KVBLOCK']._serialized_start=296
-  _globals['_KVBLOCK']._serialized_end=364
+  _globals['_KVBLOCK']._serialized_end=381
 # @@protoc_insertion_point(module_scope)

@@ -107,10 +107,13 @@ class KvBlock(_message.Message):
     HASH_FIELD_NUMBER: _builtins.int
     PARENT_HASH_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     hash: _builtins.bytes
-    """The hash of all tokens up to the end of the block, the model and the tenant. Opaque."""
+    """The hash of all tokens up to the end of the block, the model, the adapter and the tenant. Opaque."""
     parent_hash: _builtins.bytes
     """The hash of the previous block. Empty for the first block of a sequence."""
+    adapter: _builtins.str
+    """The name of the LoRA adapter with which the block was computed, at most 256 bytes. Empty without one."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens of the block."""
@@ -121,10 +124,11 @@ class KvBlock(_message.Message):
         hash: _builtins.bytes = ...,
         parent_hash: _builtins.bytes = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        adapter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash", b"hash", "parent_hash", b"parent_hash", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "hash", b"hash", "parent_hash", b"parent_hash", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,6 +20,7 @@ from penstock.service.config.contracts import CONTRACTS
 from penstock.service.config.limits import Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import StatusError
+from penstock.service.requests.adapters import AdapterRegistry
 from penstock.service.requests.answer_formats import AnswerFormats
 from penstock.service.requests.pooled.embed import EmbedRequestBuilder
 from penstock.service.rpc.generation import GenerationService
@@ -49,6 +50,8 @@ class ContractParts:
     server: grpc.aio.Server
     model_name: str
     version: str
+    adapters: AdapterRegistry
+    """The LoRA adapters, which requests name as their model."""
     engine: Engine
     facts: WorkerFacts
     validator: Validator

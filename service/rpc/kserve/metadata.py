@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import penstock.v1 as pb
+from penstock.service.auth.identity import DEFAULT_TENANT, current_principal
 from penstock.service.errors import ServiceError, StatusError, to_status
 from penstock.service.rpc.foreign.contracts import ContractParts, renamed_status
 from penstock.service.rpc.interceptor import current_request_id
@@ -51,8 +52,9 @@ class InferenceMetadata:
         return message_class("ServerReadyResponse")(ready=self._parts.health.is_ready)
 
     def model_ready(self, request: Any) -> Any:
-        """Returns a ModelReadyResponse; an unknown model is not ready."""
-        is_known = request.name == self._parts.model_name and request.version in ("", MODEL_VERSION)
+        """Returns a ModelReadyResponse; an unknown model is not ready. The caller needs no credentials, so only the
+        adapters that everyone may use are known."""
+        is_known = request.name in self._names(DEFAULT_TENANT) and request.version in ("", MODEL_VERSION)
         return message_class("ModelReadyResponse")(ready=is_known and self._parts.health.is_ready)
 
     def server_metadata(self) -> Any:
@@ -64,7 +66,7 @@ class InferenceMetadata:
         """Returns a ModelMetadataResponse. Raises ServiceError and StatusError for an unknown model."""
         self._check_model(request)
         response = message_class("ModelMetadataResponse")(
-            name=self._parts.model_name, versions=[MODEL_VERSION], platform=SERVER_NAME
+            name=request.name or self._parts.model_name, versions=[MODEL_VERSION], platform=SERVER_NAME
         )
         for name, datatype in self._inputs.items():
             response.inputs.add(name=name, datatype=datatype.value, shape=[1])
@@ -77,7 +79,7 @@ class InferenceMetadata:
         self._check_model(request)
         response = message_class("ModelConfigResponse")()
         config = response.config
-        config.name, config.backend = self._parts.model_name, SERVER_NAME
+        config.name, config.backend = request.name or self._parts.model_name, SERVER_NAME
         config.model_transaction_policy.decoupled = self._parts.generates
         for name, datatype in self._inputs.items():
             config.input.add(name=name, data_type=_CONFIG_TYPES[datatype], dims=[1], optional=name != TEXT_INPUT)
@@ -86,18 +88,25 @@ class InferenceMetadata:
         return response
 
     def repository_index(self, request: Any) -> Any:
-        """Returns a RepositoryIndexResponse with the only model, unless only ready ones are wanted and it is not."""
+        """Returns a RepositoryIndexResponse with the model and the adapters that the caller's tenant may use, unless
+        only ready ones are wanted and they are not."""
         response = message_class("RepositoryIndexResponse")()
         is_ready = self._parts.health.is_ready
         if not request.repository_name and (is_ready or not request.ready):
-            model = response.models.add(name=self._parts.model_name, version=MODEL_VERSION)
-            model.state = _READY if is_ready else _UNAVAILABLE
-            model.reason = "" if is_ready else self._parts.engine.state.name.lower()
+            for name in self._names(current_principal.get().tenant):
+                model = response.models.add(name=name, version=MODEL_VERSION)
+                model.state = _READY if is_ready else _UNAVAILABLE
+                model.reason = "" if is_ready else self._parts.engine.state.name.lower()
         return response
+
+    def _names(self, tenant: str) -> list[str]:
+        """Returns the names that a tenant may give as a model."""
+        return [self._parts.model_name, *(adapter.name for adapter in self._parts.adapters.of_tenant(tenant))]
 
     def _check_model(self, request: Any) -> None:
         check_version("version", request.version)
         try:
             self._parts.validator.check(pb.GetModelRequest(model=request.name))
+            self._parts.adapters.find(request.name, current_principal.get().tenant)
         except ServiceError as error:
             raise StatusError(renamed_status(to_status(error, current_request_id.get()), {"model": "name"})) from None

@@ -33,7 +33,7 @@ _UNSUPPORTED: Mapping[str, str] = {
     "guided_decoding": "is not supported; send structured_outputs",
     "include_stop_str_in_output": "is not supported: outputs end before the stop string; omit it",
     "logprobs": _ONLY_COUNTS,
-    "lora_name": "is not supported; omit it, or use a service that serves this adapter as its model",
+    "lora_name": "is not supported; send the adapter's name as model_name",
     "prompt_logprobs": _ONLY_COUNTS,
     "sequence_id": _NO_SEQUENCES,
     "sequence_start": _NO_SEQUENCES,

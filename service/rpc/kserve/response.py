@@ -180,7 +180,7 @@ class StreamEncoder:
     def add_request(self, start: pb.GenerationStart, options: InferOptions) -> None:
         """Adds a request before its first output."""
         num_choices = min(start.sampling.n or 1, MAX_CHOICES)  # more are refused later
-        self._requests[start.ref] = _StreamedRequest(self._model_name, options, num_choices)
+        self._requests[start.ref] = _StreamedRequest(start.model or self._model_name, options, num_choices)
         self._ids.add(options.request_id)
 
     def add_refused(self, ref: int, request_id: str) -> None:

@@ -117,7 +117,7 @@ class InferenceService:
             response = await self._parts.generation.Complete(complete, context)
         except StatusError as error:
             raise StatusError(renamed_status(error.status, options.field_names)) from None
-        return whole_response(self._parts.model_name, options, response)
+        return whole_response(complete.start.model or self._parts.model_name, options, response)
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Context) -> None:
         """Serves many requests for texts. Their failures are messages; only bytes that are no message end the
@@ -157,7 +157,7 @@ class InferenceService:
         field_names = self._charged(lambda: fill_embedding(embed, request))
 
         def respond(values: Sequence[float], usage: pb.Usage) -> Any:
-            response = empty_response(self._parts.model_name, request.id)
+            response = empty_response(request.model_name or self._parts.model_name, request.id)
             add_output(response, EMBEDDING, Datatype.FP32, (1, len(values)))
             response.raw_output_contents.append(raw_numbers(Datatype.FP32, values))
             return response

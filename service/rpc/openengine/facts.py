@@ -64,7 +64,7 @@ class ServerFacts:
                 total_kv_blocks=facts.num_blocks,
                 max_running_requests=config.max_rows(facts),
                 max_batched_tokens=config.token_budget(facts),
-                max_loras=0,
+                max_loras=facts.max_loras,
             ),
         )
 
@@ -79,7 +79,7 @@ class ServerFacts:
             supports_text_input=parts.generates,
             supports_token_ids_input=parts.generates,
             generation=self._capabilities() if parts.generates else None,
-            supports_lora=False,
+            supports_lora=bool(parts.facts.max_loras),
             supports_multimodal=False,
             reasoning_parser=formats.plain.reasoning or "",
             tool_call_parser=formats.with_tools.tool or "",

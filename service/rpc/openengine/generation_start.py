@@ -62,7 +62,7 @@ def generation_start(request: oe.GenerateRequest, metadata: Iterable[tuple[str, 
     other request."""
     check_caller_id("request_id", request.request_id)
     _check_supported(request)
-    start = pb.GenerationStart(client_request_id=request.request_id, model=request.model)
+    start = pb.GenerationStart(client_request_id=request.request_id, model=request.lora_name or request.model)
     match request.WhichOneof("input"):
         case "token_ids":
             start.token_ids.ids.extend(request.token_ids.ids)
@@ -81,7 +81,8 @@ def generation_start(request: oe.GenerateRequest, metadata: Iterable[tuple[str, 
 
 def field_names(request: oe.GenerateRequest) -> Mapping[str, str]:
     """Returns the contract's names of fields, by those of penstock.v1."""
-    return {**_FIELD_NAMES, **_condition_names(request.stopping)}
+    model = {"model": "lora_name"} if request.lora_name else {}
+    return {**_FIELD_NAMES, **_condition_names(request.stopping), **model}
 
 
 def stop_token_ids(stopping: oe.StoppingOptions) -> frozenset[int]:
@@ -92,8 +93,6 @@ def stop_token_ids(stopping: oe.StoppingOptions) -> frozenset[int]:
 def _check_supported(request: oe.GenerateRequest) -> None:
     if request.media:
         raise invalid("media", "is not supported: the model takes only text; omit it")
-    if request.lora_name:
-        raise invalid("lora_name", "is not supported: there are no LoRA adapters; omit it")
     if request.kv.HasField("session"):
         raise invalid("kv.session", "is not supported: this service neither sends nor receives KV; omit it")
     if request.kv.bypass_prefix_cache:

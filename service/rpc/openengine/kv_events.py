@@ -13,7 +13,7 @@ import grpc
 from openengine.v1 import error_pb2, kv_pb2 as oe
 
 from penstock.kv.events import KvChanges, KvEventLog, KvEventReader, StoredBlock
-from penstock.service.auth.identity import DEFAULT_TENANT
+from penstock.service.auth.identity import cache_salt
 from penstock.service.errors import invalid
 from penstock.service.kv_publisher.watchers import KvWatchers
 from penstock.service.rpc.foreign.contracts import protocol_error
@@ -100,7 +100,7 @@ def _events(changes: KvChanges, block_size: int) -> Iterable[oe.KvEvent]:
         stored.block_hashes.append(_hash(block.block_hash))
         stored.token_ids.extend(block.token_ids)
         if stored.extra_keys and len(stored.block_hashes) > 1:
-            stored.extra_keys.add()
+            stored.extra_keys.add(values=_adapter_keys(block))
         last = block.block_hash
     if event is not None:
         yield event
@@ -108,14 +108,21 @@ def _events(changes: KvChanges, block_size: int) -> Iterable[oe.KvEvent]:
 
 def _run(first: StoredBlock, block_size: int) -> oe.BlockStored:
     """Returns the event of consecutive blocks without its blocks. The medium is that in which the model computes, also
-    on a CPU. As in vLLM, a tenant's name is the extra key of a sequence's first block; callers without credentials have
-    none."""
-    run = oe.BlockStored(block_size=block_size, medium=oe.STORAGE_MEDIUM_GPU)
+    on a CPU. As in vLLM, the name of the adapter is an extra key of each block, and a tenant's name one of a sequence's
+    first block; callers without credentials have none."""
+    run = oe.BlockStored(block_size=block_size, medium=oe.STORAGE_MEDIUM_GPU, lora_name=first.adapter)
+    keys = _adapter_keys(first)
     if first.parent_hash:
         run.parent_block_hash.CopyFrom(_hash(first.parent_hash))
-    elif first.tenant not in ("", DEFAULT_TENANT):
-        run.extra_keys.add(values=[first.tenant])
+    elif (salt := cache_salt(first.tenant)) is not None:
+        keys.append(salt)
+    if keys:
+        run.extra_keys.add(values=keys)
     return run
+
+
+def _adapter_keys(block: StoredBlock) -> list[str]:
+    return [block.adapter] if block.adapter else []
 
 
 def _hash(block_hash: bytes) -> oe.KvBlockHash:

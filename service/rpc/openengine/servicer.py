@@ -1,18 +1,22 @@
 """The servicers of openengine.v1: Inference, and Control."""
 
 from collections import OrderedDict
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import grpc
 from google.rpc import code_pb2, status_pb2
 from openengine.v1 import generation_pb2, kv_pb2, lifecycle_pb2, lora_pb2, model_pb2, openengine_pb2_grpc, server_pb2
 
+from penstock.scheduler.adapters import Adapter
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.service.auth.identity import current_principal
-from penstock.service.errors import ServiceError, StatusError, invalid
+from penstock.service.errors import ServiceError, StatusError, invalid, to_status
 from penstock.service.requests.generate import ResponseMode
 from penstock.service.rpc.foreign.contracts import ContractParts, protocol_error, renamed_status
 from penstock.service.rpc.foreign.live_calls import LiveCalls
+from penstock.service.rpc.interceptor import current_request_id
 from penstock.service.rpc.openengine.facts import ServerFacts
 from penstock.service.rpc.openengine.generation_start import field_names, generation_start
 from penstock.service.rpc.openengine.kv_events import KvSubscriptions, check_ranks
@@ -22,7 +26,6 @@ from penstock.service.rpc.single_call import SingleCall, status_error
 
 MAX_ENDED_IDS = 4096
 """How many ids of ended requests are kept for Abort."""
-_NO_LORA = "this service has no LoRA adapters; serve a model with the adapter merged into it"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -50,6 +53,8 @@ class Inference(openengine_pb2_grpc.InferenceServicer):
         later it is an EngineError, and the call ends with OK."""
         tenant = current_principal.get().tenant
         try:
+            if request.lora_name and request.model not in ("", self._parts.model_name):
+                raise invalid("model", f"must be {self._parts.model_name}, the base of all adapters, or empty")
             start = generation_start(request, context.invocation_metadata() or ())
         except ServiceError:
             self._parts.engine.charge(tenant, Rated.REQUEST)  # a refusal counts too
@@ -134,14 +139,20 @@ class Control(openengine_pb2_grpc.ControlServicer):
         noun = "request was" if count == 1 else "requests were"
         return lifecycle_pb2.AbortResponse(status=lifecycle_pb2.ABORT_STATUS_ABORTED, message=f"{count} {noun} aborted")
 
-    async def LoadLora(self, request: lora_pb2.LoadLoraRequest, context: Context) -> NoReturn:
-        raise protocol_error(grpc.StatusCode.UNIMPLEMENTED, _NO_LORA)
+    async def LoadLora(self, request: lora_pb2.LoadLoraRequest, context: Context) -> lora_pb2.LoadLoraResponse:
+        name = request.adapter.lora_name
+        was_loaded = name in self._parts.adapters
+        with _lora_names({"name": "adapter.lora_name", "path": "adapter.source_path"}):
+            adapter = await self._parts.adapters.load(name, request.adapter.source_path)
+        return lora_pb2.LoadLoraResponse(adapter=_lora(adapter), already_loaded=was_loaded)
 
-    async def UnloadLora(self, request: lora_pb2.UnloadLoraRequest, context: Context) -> NoReturn:
-        raise protocol_error(grpc.StatusCode.UNIMPLEMENTED, _NO_LORA)
+    async def UnloadLora(self, request: lora_pb2.UnloadLoraRequest, context: Context) -> lora_pb2.UnloadLoraResponse:
+        with _lora_names({"name": "lora_name"}):
+            adapter = self._parts.adapters.unload(request.lora_name)
+        return lora_pb2.UnloadLoraResponse(adapter=_lora(adapter))
 
-    async def ListLoras(self, request: lora_pb2.ListLorasRequest, context: Context) -> NoReturn:
-        raise protocol_error(grpc.StatusCode.UNIMPLEMENTED, _NO_LORA)
+    async def ListLoras(self, request: lora_pb2.ListLorasRequest, context: Context) -> lora_pb2.ListLorasResponse:
+        return lora_pb2.ListLorasResponse(adapters=map(_lora, self._parts.adapters))
 
     async def GetKvEventSources(
         self, request: kv_pb2.GetKvEventSourcesRequest, context: Context
@@ -151,6 +162,20 @@ class Control(openengine_pb2_grpc.ControlServicer):
 
     async def SubscribeKvEvents(self, request: kv_pb2.SubscribeKvEventsRequest, context: Context) -> None:
         await self._kv_events.subscribe(request, context)
+
+
+def _lora(adapter: Adapter) -> lora_pb2.LoraAdapter:
+    """Returns the message for an adapter. Adapters have no numbers."""
+    return lora_pb2.LoraAdapter(lora_name=adapter.name, source_path=adapter.path)
+
+
+@contextmanager
+def _lora_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Gives the contract's names to the fields of errors."""
+    try:
+        yield
+    except ServiceError as error:
+        raise StatusError(renamed_status(to_status(error, current_request_id.get()), names)) from None
 
 
 class _LiveGeneration:

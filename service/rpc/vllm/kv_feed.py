@@ -129,6 +129,7 @@ def _run(first: StoredBlock) -> common.KvBlocksStored:
     """Returns the event of a run without its blocks."""
     return common.KvBlocksStored(
         parent_block_hash=_int64(first.parent_hash) if first.parent_hash else None,
+        lora_name=first.adapter or None,
         cache_salt=cache_salt(first.tenant),
     )
 

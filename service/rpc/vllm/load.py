@@ -52,6 +52,9 @@ class LoadReader:
         load.memory.weight_gb = facts.weight_bytes / _GB
         load.memory.kv_cache_gb = facts.kv_bytes / _GB
         load.memory.token_capacity = num_tokens
+        if facts.max_loras:
+            load.lora.slots_used, load.lora.slots_total = self._engine.adapters.slots.num_used, facts.max_loras
+            load.lora.utilization = load.lora.slots_used / load.lora.slots_total
         drafts = stats.speculation
         if drafts.steps:
             load.speculative.accept_length = 1 + drafts.accepted / drafts.steps

@@ -1,8 +1,10 @@
 """What the step model learns, from steps whose times are known."""
 
 import random
+from statistics import median
 
 import pytest
+from simulations.step_logs import COSTS, random_steps
 
 from penstock.scheduler.testing.simulation import cpu_step_s
 from penstock.scheduler.timing.step_time import COMFORT_S, MIN_CHUNK, MIN_SHARE, StepTimeModel, StepWork
@@ -176,3 +178,27 @@ def test_slowdown_is_what_chunks_add_to_steps_with_decoding_rows():
     for _ in range(600):
         model.observe(beside, cpu_step_s(beside))
     assert model.slowdown == pytest.approx(cpu_step_s(beside) / cpu_step_s(alone), rel=0.1)
+
+
+@pytest.mark.parametrize(("bend", "most"), [(4, 0.02), (10, 0.05), (16, 0.02)])
+def test_rows_that_cost_more_from_some_number_on(bend, most):
+    """As on a CPU: up to there, a step takes the time to read the weights. The steps of a log, in its order."""
+    costs = COSTS._replace(bent_decodes=8 * COSTS.decodes, bend=bend)
+    model, found = StepTimeModel(), []
+    for step in random_steps(600, costs=costs, noise=0.05, most_rows=48):
+        predicted = model.predict(step.work)
+        if predicted is not None and step.step > 300 and not step.chunks:
+            found.append(abs(predicted / costs.seconds(step.work) - 1))
+        model.observe(step.work, step.seconds)
+    assert median(found) < most  # without bends: 0.03, 0.09 and 0.15
+
+
+def test_rows_beyond_a_bend_share_what_they_cost():
+    costs = COSTS._replace(bent_decodes=8 * COSTS.decodes, bend=4)
+    model = StepTimeModel()
+    for step in random_steps(600, costs=costs):
+        model.observe(step.work, step.seconds)
+    few, many = (model.decode_costs(rows, 200 * rows, costs.constant) for rows in (4, 32))
+    assert many.row_s > 3 * few.row_s
+    whole_s = predict(model, StepWork(0, 0, 32, 6400))
+    assert 32 * many.row_s + 6400 * many.position_s == pytest.approx(whole_s - costs.constant)

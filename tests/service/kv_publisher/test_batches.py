@@ -77,6 +77,27 @@ def test_the_index_is_the_cache_after_any_changes(new_cache, numbers_of, seed):
     assert cache.index.blocks["CPU"].keys() == numbers_of(cache.kv.host.hashes)
 
 
+def test_the_blocks_of_an_adapter_have_its_name(new_cache):
+    """As in vLLM: the name is a key of each block, before the salt of the first one."""
+    cache = new_cache(8)
+    cache.compute([1] * 8, BlockOrigin("acme", adapter="support"))
+    cache.compute([2] * 8, BlockOrigin("default", adapter="support"))
+    cache.compute([3] * 8, BlockOrigin("default"))
+    names, store = [], cache.index._store
+
+    def note(event):
+        names.append((event.lora_name, event.lora_id, event.extra_keys))
+        store(event)
+
+    cache.index._store = note
+    cache.report()
+    assert names == [
+        ("support", None, [("support", "acme"), ("support",)]),
+        ("support", None, [("support",), ("support",)]),
+        (None, None, None),
+    ]
+
+
 def test_consecutive_blocks_are_one_event(new_cache):
     cache = new_cache(8)
     cache.compute(list(range(16)), BlockOrigin("acme"))

@@ -66,14 +66,16 @@ class LoggingWorker:
         return result
 
 
-def random_steps(number: int = 400, seed: int = 0, noise: float = 0.0, costs: StepCosts = COSTS) -> list[LoggedStep]:
+def random_steps(
+    number: int = 400, seed: int = 0, noise: float = 0.0, costs: StepCosts = COSTS, most_rows: int = 32
+) -> list[LoggedStep]:
     """Steps of all kinds, which take what they cost."""
     rng = random.Random(seed)
-    return [_random_step(rng, step, noise, costs) for step in range(number)]
+    return [_random_step(rng, step, noise, costs, most_rows) for step in range(number)]
 
 
-def _random_step(rng: random.Random, step: int, noise: float, costs: StepCosts) -> LoggedStep:
-    decodes = rng.randint(0, 32)
+def _random_step(rng: random.Random, step: int, noise: float, costs: StepCosts, most_rows: int) -> LoggedStep:
+    decodes = rng.randint(0, most_rows)
     chunks = rng.choice((0, 0, 1, 2)) if decodes else 1
     tokens = sum(rng.randint(16, 224) for _ in range(chunks))
     context = rng.randint(0, 500)

@@ -1,5 +1,7 @@
 """The contract's other calls: facts, load, health and rights."""
 
+from typing import Any
+
 import grpc
 import pytest
 from waiting import until
@@ -155,17 +157,59 @@ async def test_each_service_has_its_readiness(start_engine):
         assert response.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_there_are_no_adapters(start_engine):
-    engine = await start_engine()
-    calls = (
-        engine.control.LoadLora(lora_pb2.LoadLoraRequest()),
-        engine.control.UnloadLora(lora_pb2.UnloadLoraRequest()),
-        engine.control.ListLoras(lora_pb2.ListLorasRequest()),
-    )
-    for call in calls:
+async def test_without_slots_there_are_no_adapters(start_engine):
+    control = (await start_engine()).control
+    assert not (await control.ListLoras(lora_pb2.ListLorasRequest())).adapters
+    adapter = lora_pb2.LoraAdapter(lora_name="support", source_path="/adapters/support")
+    for call, code, name in (
+        (control.LoadLora(lora_pb2.LoadLoraRequest(adapter=adapter)), "INVALID_ARGUMENT", "adapter.lora_name: "),
+        (control.UnloadLora(lora_pb2.UnloadLoraRequest(lora_name="support")), "NOT_FOUND", "lora_name: "),
+    ):
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await call
-        assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert (error.value.code().name, str(error.value.details())[: len(name)]) == (code, name)
+
+
+async def test_an_adapter_is_loaded_selected_listed_and_unloaded(start_engine):
+    executor: Any = FakeExecutor(vocab_size=258, max_loras=2, next_token=lambda history, sampling: 97)
+    engine = await start_engine(executor)
+    control = engine.control
+    info = await control.GetModelInfo(model_pb2.GetModelInfoRequest(model="bytes"))
+    server = await control.GetServerInfo(server_pb2.GetServerInfoRequest())
+    assert (info.supports_lora, server.capacity.max_loras) == (True, 2)
+    adapter = lora_pb2.LoraAdapter(lora_name="support", source_path="/adapters/support")
+    for was_loaded in (False, True):
+        loaded = await control.LoadLora(lora_pb2.LoadLoraRequest(adapter=adapter))
+        assert (loaded.adapter, loaded.already_loaded) == (adapter, was_loaded)
+    assert list((await control.ListLoras(lora_pb2.ListLorasRequest())).adapters) == [adapter]
+
+    plans, submit = [], executor.submit
+
+    def note(plan):
+        plans.append(plan)
+        submit(plan)
+
+    executor.submit = note
+    for fields in ({"lora_name": "support"}, {"model": "bytes", "lora_name": "support"}, {"model": "support"}, {}):
+        await engine.output(PROMPT, stopping=generation_pb2.StoppingOptions(max_tokens=1), **fields)
+    assert [row.adapter for plan in plans for row in plan.added] == [1, 1, 1, 0]
+    request = kv_pb2.SubscribeKvEventsRequest(include_snapshot=True)
+    first = await control.SubscribeKvEvents(request).read()
+    stored = [event.block_stored for event in first.batch.events if event.HasField("block_stored")]
+    assert [(each.lora_name, [list(keys.values) for keys in each.extra_keys]) for each in stored] == [
+        ("support", [["support"]] * 3),
+        ("", []),
+    ]
+
+    for fields, name, code in (
+        ({"lora_name": "other"}, "lora_name: ", "NOT_FOUND"),
+        ({"model": "other", "lora_name": "support"}, "model: ", "INVALID_ARGUMENT"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await engine.output(PROMPT, **fields)
+        assert (error.value.code().name, str(error.value.details())[: len(name)]) == (code, name)
+    assert (await control.UnloadLora(lora_pb2.UnloadLoraRequest(lora_name="support"))).adapter == adapter
+    assert not (await control.ListLoras(lora_pb2.ListLorasRequest())).adapters
 
 
 async def sources(engine, **fields):

@@ -206,7 +206,6 @@ def candidates(kind, **selection):
 
 REFUSED: dict[str, dict[str, Any]] = {
     "media": {"media": [oe.MediaItem(modality=oe.MODALITY_IMAGE, url="https://example.org/a.png")]},
-    "lora_name": {"lora_name": "adapter"},
     "kv.session": {"kv": oe.KvOptions(session=kv_pb2.KvSessionRef(session_id="x"))},
     "kv.bypass_prefix_cache": {"kv": oe.KvOptions(bypass_prefix_cache=True)},
     "kv.cache_salt": {"kv": oe.KvOptions(cache_salt="x")},
