@@ -1,6 +1,7 @@
 """Rows that gain several tokens in a step: what plans allow them, what they take from others, what is told of it."""
 
 import pytest
+from worlds import turns
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.plan import RowFailure, SamplingParams
@@ -26,17 +27,6 @@ def new_world(world_type):
         return world_type(num_blocks, config(max_num_batched_tokens=budget, **changes), budget)
 
     return make
-
-
-def turns(world):
-    """Goes on with as many plans in flight as there may be; yields each as it is made."""
-    while world.alive():
-        while world.schedule():
-            world.check()
-            yield world.plans[-1]
-        world.answer()
-        world.check()
-    world.drain()
 
 
 def run(world):

@@ -1,6 +1,7 @@
 """Evicted prefixes that are copied back from host memory, and those that are rather computed again."""
 
 import pytest
+from worlds import run
 
 from penstock.kv.manager import KVCacheManager
 from penstock.scheduler.config import SchedulerConfig
@@ -30,30 +31,16 @@ def world(world_type):
     return world_type(NUM_BLOCKS, CONFIG, num_host_blocks=20)
 
 
-def run(world, new_request, name, token_ids, **fields):
-    """A request from beginning to end; returns it with the plans that were made for it."""
-    received = world.add(new_request(name, token_ids, max_tokens=2, **fields))
-    assert received is not None
-    plans = []
-    while received.finished is None:
-        if world.schedule():
-            plans.append(world.plans[-1])
-        world.answer()
-        world.check()
-    world.drain()
-    return received, plans
-
-
 def evict(world, new_request, name="other"):
     """Another request needs all blocks."""
-    run(world, new_request, name, prompt(40, first=3))
+    run(world, new_request, name, prompt(40, first=3), max_tokens=2)
 
 
 def test_an_evicted_prefix_is_copied_back_before_its_row_is_computed(world, new_request):
-    first, _ = run(world, new_request, "first", PROMPT)
+    first, _ = run(world, new_request, "first", PROMPT, max_tokens=2)
     evict(world, new_request)
     # What the CheckedSlots of the fake worker hold is what was computed, or a row that begins after it would fail.
-    again, [begin, *_] = run(world, new_request, "again", PROMPT)
+    again, [begin, *_] = run(world, new_request, "again", PROMPT, max_tokens=2)
     [added] = begin.added
     assert added.num_computed == 32
     assert [block for _, block in begin.copies_in] == added.block_ids[:8]
@@ -66,9 +53,9 @@ def test_an_evicted_prefix_is_copied_back_before_its_row_is_computed(world, new_
 
 
 def test_what_the_device_still_has_is_shared_and_the_rest_copied(world, new_request):
-    run(world, new_request, "first", PROMPT)
-    run(world, new_request, "other", prompt(20, first=3))
-    _, [begin, *_] = run(world, new_request, "again", PROMPT)
+    run(world, new_request, "first", PROMPT, max_tokens=2)
+    run(world, new_request, "other", prompt(20, first=3), max_tokens=2)
+    _, [begin, *_] = run(world, new_request, "again", PROMPT, max_tokens=2)
     [added] = begin.added
     assert added.num_computed == 32
     assert 0 < len(begin.copies_in) < 8
@@ -76,7 +63,7 @@ def test_what_the_device_still_has_is_shared_and_the_rest_copied(world, new_requ
 
 
 def test_rows_that_begin_together_share_what_is_copied_once(world, new_request):
-    run(world, new_request, "first", PROMPT)
+    run(world, new_request, "first", PROMPT, max_tokens=2)
     evict(world, new_request)
     world.add(new_request("one", PROMPT, max_tokens=2))
     world.add(new_request("two", PROMPT, max_tokens=2))
@@ -99,9 +86,9 @@ def test_a_preempted_rows_history_comes_back(world_type, new_request):
 
 def test_without_room_in_host_memory_it_is_computed_again(world_type, new_request):
     world = world_type(NUM_BLOCKS, CONFIG)
-    run(world, new_request, "first", PROMPT)
+    run(world, new_request, "first", PROMPT, max_tokens=2)
     evict(world, new_request)
-    again, plans = run(world, new_request, "again", PROMPT)
+    again, plans = run(world, new_request, "again", PROMPT, max_tokens=2)
     assert again.finished.usage.cached_tokens == 0
     assert not any(plan.copies_out or plan.copies_in for plan in plans)
 
@@ -110,10 +97,10 @@ def test_without_room_in_host_memory_it_is_computed_again(world_type, new_reques
 def test_where_copying_takes_longer_it_is_computed_again(world_type, new_request, copy_s, pays):
     """Steps are found to take a second, whatever is in them."""
     world = world_type(NUM_BLOCKS, CONFIG, num_host_blocks=20, copy_us_per_block=1e6 * copy_s)
-    first, _ = run(world, new_request, "first", PROMPT)
+    first, _ = run(world, new_request, "first", PROMPT, max_tokens=2)
     for number in range(4):
         evict(world, new_request, f"other {number}")
-    again, _ = run(world, new_request, "again", PROMPT)
+    again, _ = run(world, new_request, "again", PROMPT, max_tokens=2)
     assert again.token_ids == first.token_ids
     cached = 32 if pays else 0
     assert again.accepted.cached_tokens == again.finished.usage.cached_tokens == cached
@@ -121,20 +108,20 @@ def test_where_copying_takes_longer_it_is_computed_again(world_type, new_request
 
 
 def test_when_the_worker_dies_nothing_of_host_memory_is_used_any_more(world, new_request):
-    first, _ = run(world, new_request, "first", PROMPT)
+    first, _ = run(world, new_request, "first", PROMPT, max_tokens=2)
     evict(world, new_request)
     assert len(world.scheduler.kv.host) >= 8
     world.recover(blames_step=False)
     world.check()
     assert len(world.scheduler.kv.host) == 0
-    again, plans = run(world, new_request, "again", PROMPT)
+    again, plans = run(world, new_request, "again", PROMPT, max_tokens=2)
     assert again.token_ids == first.token_ids
     assert again.finished.usage.cached_tokens == 0
     assert not any(plan.copies_out or plan.copies_in for plan in plans)
 
 
 def test_a_worker_that_dies_amid_copies_has_made_none(world, new_request):
-    run(world, new_request, "first", PROMPT)
+    run(world, new_request, "first", PROMPT, max_tokens=2)
     evict(world, new_request)
     world.add(new_request("again", PROMPT, max_tokens=2))
     world.schedule()
@@ -146,17 +133,17 @@ def test_a_worker_that_dies_amid_copies_has_made_none(world, new_request):
 
 
 def test_a_flush_forgets_it(world, new_request):
-    run(world, new_request, "first", PROMPT)
+    run(world, new_request, "first", PROMPT, max_tokens=2)
     evict(world, new_request)
     world.scheduler.kv.flush()
-    again, _ = run(world, new_request, "again", PROMPT)
+    again, _ = run(world, new_request, "again", PROMPT, max_tokens=2)
     assert again.finished.usage.cached_tokens == 0
 
 
 def test_another_tenant_finds_nothing(world, new_request):
-    run(world, new_request, "first", PROMPT, tenant="one")
+    run(world, new_request, "first", PROMPT, tenant="one", max_tokens=2)
     evict(world, new_request)
-    again, _ = run(world, new_request, "again", PROMPT, tenant="other")
+    again, _ = run(world, new_request, "again", PROMPT, tenant="other", max_tokens=2)
     assert again.finished.usage.cached_tokens == 0
 
 

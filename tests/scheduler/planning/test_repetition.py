@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from known_requests import BLOCK_SIZE, MAX_MODEL_LEN, expected_choice
+from worlds import turns
 
 from penstock.kv.block_hash import hash_more_blocks
 from penstock.scheduler import repetition
@@ -43,17 +44,6 @@ def repeats(monkeypatch):
     time, so it happens in every step."""
     monkeypatch.setattr(repetition, "MATCH", 1)
     monkeypatch.setattr(repetition, "LOOK_S", 0.0)
-
-
-def turns(world):
-    """Runs to the end, and yields each plan."""
-    while world.alive():
-        while world.schedule():
-            world.check()
-            yield world.plans[-1]
-        world.answer()
-        world.check()
-    world.drain()
 
 
 def ask(world, new_request, name="one", first=0, **fields):

@@ -2,6 +2,7 @@
 
 import pytest
 from known_requests import BLOCK_SIZE, make_config, make_prompt
+from worlds import run
 
 from penstock.scheduler.plan import NO_SLOT, Pooling, SamplingParams, StateSnapshot
 from penstock.scheduler.policy import Policy
@@ -16,18 +17,6 @@ def new_world(world_type):
         return world_type(num_blocks, make_config(**changes), **tier)
 
     return make
-
-
-def run(world, new_request, name, prompt, **fields):
-    """A request from beginning to end; returns it and its plans."""
-    received, plans = world.add(new_request(name, prompt, **fields)), []
-    while received.finished is None:
-        if world.schedule():
-            plans.append(world.plans[-1])
-        world.answer()
-        world.check()
-    world.drain()
-    return received, plans
 
 
 def saved(plans):
