@@ -95,18 +95,26 @@ def model_drafter(model: Decoder) -> Drafter:
 def head_drafter(head: Head, target: Decoder) -> Drafter:
     """Returns a drafter for an EAGLE-3 head."""
 
+    def logits(ids: Tensor) -> Iterator[Tensor]:
+        tables = rotary_tables(head.shape, ids.shape[1])
+        features, _ = target_states(target, ids, *tables, head.shape.aux_layers)
+        return unrolled(head, features, target.model.embed_tokens(ids), *tables, MAX_DRAFTS)
+
+    return unrolled_drafter(logits, head.draft_ids)
+
+
+def unrolled_drafter(unroll: Callable[[Tensor], Iterator[Tensor]], draft_ids: Tensor) -> Drafter:
+    """Returns a drafter for a head of any kind. `unroll` takes ids `(1, n + MAX_DRAFTS)` and yields each draft's logits
+    `(1, n, len(draft_ids))`, of which row t of draft s predicts token t + 2 + s."""
+
     def right(output: WrittenText) -> Tensor:
         length = len(output.ids)
         padded = torch.full((length + MAX_DRAFTS + 2,), -1)
         padded[:length] = output.ids
-        tables = rotary_tables(head.shape, len(padded))
-        noise = output.noise[:, head.draft_ids]
-        known = padded.clamp(min=0)[None]
-        features, _ = target_states(target, known, *tables, head.shape.aux_layers)
+        noise = output.noise[:, draft_ids]
         found = torch.zeros(length + 2, MAX_DRAFTS, dtype=torch.bool)
-        logits = unrolled(head, features, target.model.embed_tokens(known), *tables, MAX_DRAFTS)
-        for s, part in enumerate(logits):  # row t predicts token t + 2 + s: draft s after t + 2 tokens
-            guesses = head.draft_ids[(part[0, :length] + noise[s + 2 : s + 2 + length]).argmax(-1)]
+        for s, part in enumerate(unroll(padded.clamp(min=0)[None])):  # row t is draft s after t + 2 tokens
+            guesses = draft_ids[(part[0, :length] + noise[s + 2 : s + 2 + length]).argmax(-1)]
             found[2:, s] = guesses == padded[s + 2 : s + 2 + length]
         return found[:length]
 

@@ -93,14 +93,17 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the rotated queries and keys, and the values, each `(batch, num_heads, length, head_dim)`."""
         heads = (*x.shape[:-1], -1, self.shape.head_dim)
         q = rotate(self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2), cos, sin)
         k = rotate(self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2), cos, sin)
         v = self.v_proj(x).view(heads).transpose(1, 2)
         group = self.shape.num_heads // self.shape.num_kv_heads
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        mixed = causal_attention(q, k, v)
+        return q, k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        mixed = causal_attention(*self.heads(x, cos, sin))
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 

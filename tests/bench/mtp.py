@@ -1,9 +1,13 @@
 """How many drafts of a trained MTP head are accepted, and what that gains.
 
-The model is the demo model as a GLM-4.5 without experts, which computes the same. Its head is trained here, for some
+The model is the demo model as a GLM-4.5 without experts, which computes the same. Its head is trained here, for three
 minutes, on what the model writes after passages of this project's documentation: each draft is unrolled from the one
-before, as in https://arxiv.org/abs/2412.19437. Then services with and without the head continue other passages,
-greedily and at temperature 1. Both must give the same tokens.
+before, as in https://arxiv.org/abs/2412.19437. The model is frozen, so its hidden states are computed once. Its
+vocabulary would cost as much as the head's layer, so each batch has the frequent ids and a sample of the others.
+
+Then a service without drafts continues other passages, greedily and at temperature 1. The first table has the drafts
+of an untrained head, the trained one and the demo model's EAGLE-3 head that are right, counted as in the card of the
+latter. The second one has the speed of services with those drafts. All must give the same tokens.
 """
 
 import argparse
@@ -12,12 +16,13 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
@@ -25,24 +30,45 @@ from tqdm import tqdm
 from penstock.clients.events import Completion
 from penstock.clients.requests import Options
 from penstock.models.checkpoint.checkpoint import DEMO, resolve_model
-from penstock.models.train_demo.export import read_model
-from penstock.models.train_demo.network import Decoder, RMSNorm, TransformerLayer, rotary_tables
+from penstock.models.train_demo.eagle3 import Past, unrolled_attention
+from penstock.models.train_demo.evaluate_drafts import (
+    COUNTS,
+    MAX_DRAFTS,
+    Drafter,
+    Steps,
+    WrittenText,
+    head_drafter,
+    unrolled_drafter,
+)
+from penstock.models.train_demo.export import read_head, read_model
+from penstock.models.train_demo.gradients import Loss
+from penstock.models.train_demo.network import Decoder, Network, RMSNorm, TransformerLayer, rotary_tables
+from penstock.models.train_demo.trainer import Trainer, training_parser, use_cores
 from penstock.service.llm import LLM
 
 DOCS = Path(__file__).parents[2] / "docs"
-PASSAGE_CHARS, NEW_TOKENS, LENGTH, BATCH = 200, 160, 128, 16
+EAGLE3 = "demo_eagle3"
+NUM_HELD_OUT = 48
+PASSAGE_CHARS, NEW_TOKENS, LENGTH = 200, 160, 128
+BATCH_TOKENS = 2048
+NUM_FREQUENT, NUM_DRAWN = 1536, 512
+"""The ids of a batch: so many of the most frequent ones in what the model writes, and of the others."""
 NUM_UNROLLED = 3
 DECAY = 0.8
 """A draft's weight in the loss by that of the draft before: it counts only if that one is right."""
-RATE, WARM_UP_STEPS = 2e-3, 50
+CHOICES: Mapping[str, float] = {"greedy": 0.0, "temperature 1": 1.0}
+SEED = 7
+
+Outputs = Mapping[str, tuple[float, Sequence[Completion]]]
+"""The seconds and the completions by kind of choice."""
 
 
-class Head(nn.Module):
+class Head(Network):
     """An MTP head: a layer over a linear of the next token's embedding and of hidden states, each after its norm."""
 
     def __init__(self, target: Decoder) -> None:
         super().__init__()
-        shape = target.shape
+        self.shape = shape = target.shape
         self.enorm, self.hnorm = (RMSNorm(shape.hidden_size, shape.norm_eps) for _ in range(2))
         self.eh_proj = nn.Linear(2 * shape.hidden_size, shape.hidden_size, bias=False)
         self.layer = TransformerLayer(shape)
@@ -54,10 +80,14 @@ class Head(nn.Module):
             torch.cat((torch.zeros(shape.hidden_size, shape.hidden_size), torch.eye(shape.hidden_size)), 1)
         )
 
-    def forward(self, embeds: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Returns (batch, length, hidden), before the last norm."""
-        joined = torch.cat((self.enorm(embeds), self.hnorm(hidden)), dim=-1)
-        out: Tensor = self.layer(self.eh_proj(joined), cos, sin)
+    def forward(self, embeds: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, past: Past) -> Tensor:
+        """Returns (batch, rows, hidden), before the last norm. Appends the keys and values to ``past``."""
+        x = self.eh_proj(torch.cat((self.enorm(embeds), self.hnorm(hidden)), dim=-1))
+        attention = self.layer.self_attn
+        q, k, v = attention.heads(self.layer.input_layernorm(x), cos, sin)
+        past.append((k, v))
+        x = x + attention.o_proj(unrolled_attention(q, past).transpose(1, 2).flatten(2))
+        out: Tensor = x + self.layer.mlp(self.layer.post_attention_layernorm(x))
         return out
 
     def tensors(self) -> dict[str, Tensor]:
@@ -69,20 +99,37 @@ class Head(nn.Module):
         }
 
 
+def unrolled(head: Head, hidden: Tensor, embeds: Tensor, cos: Tensor, sin: Tensor, num_drafts: int) -> Iterator[Tensor]:
+    """Yields the normalised hidden states of drafts 1 to ``num_drafts`` after every prefix, (batch, n - num_drafts,
+    hidden): row t of draft s + 1 predicts token t + 2 + s. ``hidden`` and ``embeds`` cover tokens 0 to n - 1."""
+    rows = hidden.shape[1] - num_drafts
+    out = hidden[:, :rows]
+    past: Past = []
+    for s in range(num_drafts):
+        out = head(embeds[:, s + 1 : s + 1 + rows], out, cos[s : s + rows], sin[s : s + rows], past)
+        yield head.norm(out)
+
+
 def main() -> int:
-    """Prints the table; returns 1 if outputs differ."""
+    """Prints the tables; returns 1 if outputs differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=4.0, help="of training (default: 4)")
-    parser.add_argument("--passages", type=int, default=1200, help="to train on (default: 1200)")
-    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 3, 5], metavar="K", help="of a step")
+    parser.add_argument("--minutes", type=float, default=3.0, help="of training (default: 3)")
+    parser.add_argument("--passages", type=int, default=1200, help="to train on, at most (default: 1200)")
+    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 3, 5], metavar="K", help="of a step")
     parser.add_argument("--model", type=Path, metavar="DIR", help="keep the model here, and reuse it if it is there")
     arguments = parser.parse_args()
     passages = read_passages()
+    target = read_model(resolve_model(DEMO)).requires_grad_(requires_grad=False)
+    use_cores()
     with TemporaryDirectory() as folder:
         model = arguments.model or Path(folder) / "model"
         if not (model / "config.json").exists():
-            write_model(model, train(passages[: arguments.passages], arguments.minutes))
-        return compare(model, passages[-48:], arguments.drafts)
+            some = passages[:-NUM_HELD_OUT][: arguments.passages]
+            write_model(model, train(target, some, arguments.minutes, Path(folder)))
+        rest = passages[-NUM_HELD_OUT:]
+        outputs = run(model, rest, "none")
+        print_right_drafts(target, model, rest, outputs)
+        return print_speeds(model, rest, outputs, arguments.drafts)
 
 
 def read_passages() -> list[str]:
@@ -104,45 +151,49 @@ def write_texts(passages: Sequence[str]) -> Tensor:
     return torch.tensor(ids[: len(ids) // LENGTH * LENGTH]).view(-1, LENGTH)
 
 
-def train(passages: Sequence[str], minutes: float) -> Head:
+def read_states(target: Decoder, rows: Tensor) -> Tensor:
+    """Returns the model's hidden states after its last norm, (tokens of all rows, hidden)."""
+    tables = rotary_tables(target.shape, LENGTH)
+    with torch.no_grad():
+        parts = [target.model(part, *tables).flatten(0, 1) for part in tqdm(rows.split(16), desc="hidden states")]
+    return torch.cat(parts)
+
+
+def train(target: Decoder, passages: Sequence[str], minutes: float, work: Path) -> Head:
     """Trains a head on the model's own output."""
     rows = write_texts(passages)
-    target = read_model(resolve_model(DEMO)).requires_grad_(False)
-    head = Head(target)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=RATE, weight_decay=0.0)
-    tables = rotary_tables(target.shape, LENGTH)
-    chance = torch.Generator().manual_seed(0)
-    began, step = time.monotonic(), 0
+    loss = unrolled_loss(target, rows.flatten(), read_states(target, rows))
+    options = training_parser(None, run="mtp", minutes=minutes, dtype="float32").parse_args(["--work", str(work)])
+    options.batch_tokens = BATCH_TOKENS
+    trainer = Trainer(lambda: Head(target), loss, ((0.0, LENGTH),), options)
     with tqdm(total=round(60 * minutes), unit="s", desc="training") as progress:
-        while (passed := time.monotonic() - began) < 60 * minutes:
-            progress.update(round(passed) - progress.n)
-            part = rows[torch.randint(len(rows), (BATCH,), generator=chance)]
-            left = 1.0 - passed / (60 * minutes)
-            optimizer.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / WARM_UP_STEPS, left / 0.3)
-            loss = unrolled_loss(head, target, part, *tables)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            step += 1
-            progress.set_postfix(steps=step, loss=f"{loss.item():.3f}")
-    print(f"trained on {rows.numel():,} tokens for {step:,} steps of {BATCH * LENGTH:,}")
-    return head
+        for nats in trainer.run([torch.arange(rows.numel() + 1).numpy()]):
+            progress.update(round(trainer.progress.seconds) - progress.n)
+            progress.set_postfix(steps=trainer.progress.step, loss=f"{nats:.3f}")
+    print(f"trained on {rows.numel():,} tokens for {trainer.progress.step:,} steps of {BATCH_TOKENS:,}")
+    return trainer.model
 
 
-def unrolled_loss(head: Head, target: Decoder, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The cross entropy of drafts 1 to NUM_UNROLLED to the model's own distribution."""
-    count = tokens.shape[1] - NUM_UNROLLED
-    with torch.no_grad():
-        states = target.model(tokens, cos[: tokens.shape[1]], sin[: tokens.shape[1]])
-        wanted = functional.linear(states, target.model.embed_tokens.weight).softmax(-1)
-        embeds = target.model.embed_tokens(tokens)
-    hidden, total = states[:, :count], torch.zeros(())
-    for draft in range(1, NUM_UNROLLED + 1):
-        hidden = head(embeds[:, draft : draft + count], hidden, cos[:count], sin[:count])
-        logits = functional.linear(head.norm(hidden), target.model.embed_tokens.weight)
-        part = wanted[:, draft : draft + count].flatten(0, 1)
-        total = total + DECAY ** (draft - 1) * functional.cross_entropy(logits.flatten(0, 1), part)
-    return total / sum(DECAY**draft for draft in range(NUM_UNROLLED))
+def unrolled_loss(target: Decoder, tokens: Tensor, states: Tensor) -> Loss[Head]:
+    """Returns the cross entropy of drafts 1 to NUM_UNROLLED to the model's own distribution, over the ids of a batch.
+    It takes places in ``tokens``, (N,), and ``states``, (N, hidden), instead of ids."""
+    embedding = target.model.embed_tokens.weight
+    order = torch.bincount(tokens, minlength=len(embedding)).argsort(descending=True)
+    frequent, others = order[:NUM_FREQUENT], order[NUM_FREQUENT:]
+
+    def loss(head: Head, places: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        places = places[:, :-1]
+        chance = torch.Generator().manual_seed(int(places[0, 0]))
+        drawn = others[torch.randperm(len(others), generator=chance)[:NUM_DRAWN]]
+        output, hidden = embedding[torch.cat((frequent, drawn))], states[places]
+        wanted = functional.linear(hidden, output).float().softmax(-1)
+        total = torch.zeros(())
+        for s, normed in enumerate(unrolled(head, hidden, embedding[tokens[places]], cos, sin, NUM_UNROLLED)):
+            logits, part = functional.linear(normed, output), wanted[:, s + 1 : s + 1 + normed.shape[1]]
+            total = total + DECAY**s * functional.cross_entropy(logits.flatten(0, 1).float(), part.flatten(0, 1))
+        return total / sum(DECAY**s for s in range(NUM_UNROLLED))
+
+    return loss
 
 
 def write_model(folder: Path, head: Head) -> None:
@@ -162,34 +213,85 @@ def write_model(folder: Path, head: Head) -> None:
     save_file({**load_file(demo / "model.safetensors"), **tensors}, folder / "model.safetensors", {"format": "pt"})
 
 
-def compare(model: Path, passages: Sequence[str], counts: Sequence[int]) -> int:
-    """Prints how many drafts of each number were accepted; returns 1 if outputs differ."""
-    plain = run(model, passages, "none")
-    print("| drafts | choice | accepted of a step's drafts | tokens a second, one request at a time | without |")
-    print("|---:|---|---:|---:|---:|")
+def read_trained(target: Decoder, folder: Path) -> Head:
+    """Reads the head that ``write_model`` wrote."""
+    head, stored = Head(target), load_file(folder / "model.safetensors")
+    prefix = f"model.layers.{target.shape.num_layers}."
+    names = zip(head.state_dict(), head.tensors(), strict=True)
+    head.load_state_dict({ours: stored[prefix + published].float() for ours, published in names})
+    return head
+
+
+def mtp_drafter(head: Head, target: Decoder) -> Drafter:
+    """Returns a drafter for an MTP head."""
+
+    def logits(ids: Tensor) -> Iterator[Tensor]:
+        tables, embedding = rotary_tables(target.shape, ids.shape[1]), target.model.embed_tokens
+        for normed in unrolled(head, target.model(ids, *tables), embedding(ids), *tables, MAX_DRAFTS):
+            yield functional.linear(normed, embedding.weight)
+
+    return unrolled_drafter(logits, torch.arange(target.shape.vocab_size))
+
+
+@torch.inference_mode()
+def print_right_drafts(target: Decoder, model: Path, passages: Sequence[str], outputs: Outputs) -> None:
+    """Prints how many drafts are right before the first wrong one, for steps that request k drafts."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    prompts = [tokenizer.encode(passage, add_special_tokens=False).ids for passage in passages]
+    drafters = {
+        "mtp, untrained": mtp_drafter(Head(target), target),
+        "mtp": mtp_drafter(read_trained(target, model), target),
+        EAGLE3: head_drafter(read_head(resolve_model(EAGLE3)), target),
+    }
+    print("| drafter | choice | tokens |", *(f"k = {k} |" for k in COUNTS))
+    print("|---|---|---:|" + "---:|" * MAX_DRAFTS)
+    for name, drafter in drafters.items():
+        for choice, (_, completions) in outputs.items():
+            steps = Steps()
+            for prompt, completion in zip(prompts, completions, strict=True):
+                ids = torch.tensor(prompt + completion.token_ids)
+                text = WrittenText("documents", ids, len(prompt), SEED if CHOICES[choice] else None)
+                steps.add_predictions(drafter(text), text.start)
+            means = (f"{steps.accepted[k] / steps.number[k]:.2f} |" for k in COUNTS)
+            print(f"| {name} | {choice} | {steps.tokens:,} |", *means)
+
+
+def print_speeds(model: Path, passages: Sequence[str], without: Outputs, counts: Sequence[int]) -> int:
+    """Prints the speed with each drafter and number of drafts; returns 1 if outputs differ."""
+    print("\n| drafts from | at most | choice | tokens of a step with drafts | tokens/s, one at a time |")
+    print("|---|---:|---|---:|---:|")
+    for choice, (seconds, completions) in without.items():
+        print(f"| none | | {choice} | | {num_tokens(completions) / seconds:,.0f} |")
     differing = 0
-    for count in counts:
-        config = json.dumps({"method": "mtp", "num_speculative_tokens": count})
-        for name, (seconds, completions) in run(model, passages, config).items():
-            told = [one.speculation for one in completions if one.speculation is not None]
-            accepted = sum(one.accepted_tokens for one in told) / max(1, sum(one.steps for one in told))
-            tokens = sum(len(one.token_ids) for one in completions)
-            before_s, before = plain[name]
-            differing += [one.token_ids for one in completions] != [one.token_ids for one in before]
-            print(f"| {count} | {name} | {accepted:.2f} | {tokens / seconds:,.0f} | {tokens / before_s:,.0f} |")
+    for method in ({"method": "mtp"}, {"method": "eagle3", "model": EAGLE3}):
+        for count in counts:
+            config = json.dumps({**method, "num_speculative_tokens": count})
+            for choice, (seconds, completions) in run(model, passages, config).items():
+                told = [one.speculation for one in completions if one.speculation is not None]
+                length = 1 + sum(one.accepted_tokens for one in told) / max(1, sum(one.steps for one in told))
+                _, before = without[choice]
+                differing += [one.token_ids for one in completions] != [one.token_ids for one in before]
+                rate = num_tokens(completions) / seconds
+                print(f"| {method['method']} | {count} | {choice} | {length:.2f} | {rate:,.0f} |")
     if differing:
         print(f"outputs differ in {differing} runs", file=sys.stderr)
     return min(1, differing)
 
 
-def run(model: Path, passages: Sequence[str], speculation: str) -> dict[str, tuple[float, list[Completion]]]:
-    """Continues the passages, one at a time; returns the seconds and the outputs by kind of choice."""
+def num_tokens(completions: Sequence[Completion]) -> int:
+    """Returns the number of output tokens."""
+    return sum(len(one.token_ids) for one in completions)
+
+
+def run(model: Path, passages: Sequence[str], speculation: str) -> Outputs:
+    """Continues the passages, one at a time."""
     found = {}
     with LLM(str(model), speculative_config=speculation) as llm:
-        for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
+        for name, temperature in CHOICES.items():
             llm.generate(passages[:1], max_tokens=16)
             began = time.perf_counter()
-            options: Options = {"max_tokens": 128, "temperature": temperature, "seed": 7, "ignore_eos": True}
+            options: Options = {"max_tokens": 128, "ignore_eos": True, "seed": SEED}
+            options |= {"temperature": temperature, "top_p": 1.0}
             completions = [llm.generate(passage, **options)[0] for passage in passages]
             found[name] = (time.perf_counter() - began, completions)
     return found

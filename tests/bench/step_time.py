@@ -1,7 +1,8 @@
 """How well the service predicts the times of its steps: each step of a step log, by the steps before it.
 
-Without a log of `penstock serve --step-log`, it serves a model on one core and sends random requests, 1 to 32 at a
-time. The errors are relative: |predicted / measured - 1|.
+Serves a model on one core, and sends random requests, 1 to 32 at a time. With `--step-log`, a log that is there is read
+instead, such as that of another commit or of `penstock serve --step-log`. The errors are relative: |predicted /
+measured - 1|.
 """
 
 import argparse
@@ -29,23 +30,18 @@ KINDS = ((1, 4), (5, 16), (17, 10_000))
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--step-log", type=Path, nargs="*", default=[], help="logs to read, instead of a service")
+    parser.add_argument("--step-log", type=Path, metavar="FILE", help="read this log; write it if it is not there")
     parser.add_argument("--seconds", type=float, default=4.0, help="at each number of requests (default: 4)")
     parser.add_argument("--model", default="demo", help="a model's directory (default: the demo model)")
     arguments = parser.parse_args(argv)
     print(f"{'steps of':24}{'number':>8}{'error: median':>16}{'p90':>8}{'bias':>8}")
     with tempfile.TemporaryDirectory() as folder:
-        logs = arguments.step_log
-        if not logs:
-            logs = [Path(folder) / "steps.jsonl"]
-            with local_service(
-                arguments.model, threads=1, max_num_seqs=32, step_log=logs[0], speculative_config="none"
-            ) as target:
+        log = arguments.step_log or Path(folder) / "steps.jsonl"
+        if not log.exists():
+            flags = {"threads": 1, "max_num_seqs": 32, "step_log": log, "speculative_config": "none"}
+            with local_service(arguments.model, **flags) as target:
                 asyncio.run(send(target, arguments.seconds))
-        for log in logs:
-            if arguments.step_log:
-                print(log)
-            report(read_step_log(log).steps)
+        report(read_step_log(log).steps)
 
 
 async def send(target: str, seconds: float) -> None:

@@ -3,16 +3,14 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from known_requests import Received
-
 from penstock.scheduler.plan import StepPlan
 from penstock.scheduler.request import Request
 
 
 def run(
     world: Any, new_request: Callable[..., Request], name: str, token_ids: list[int], **fields: Any
-) -> tuple[Received, list[StepPlan]]:
-    """Runs a request from beginning to end; returns it with the plans that were made for it."""
+) -> tuple[Any, list[StepPlan]]:
+    """Runs a request from beginning to end; returns what its sink received, with the plans that were made for it."""
     received, plans = world.add(new_request(name, token_ids, **fields)), []
     assert received is not None, "the request is refused"
     while received.finished is None:
