@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 TOKEN_BUCKETS = (1, *BUCKETS)
 """The largest numbers of tokens for which the same kernel computes a product."""
 SECONDS = 1.0
-"""No measurement begins after this time. The kernels compute the products that were not measured."""
+"""No measurement begins after this time. The kernels compute products that were not measured."""
 
 Clock = Callable[[], float]
 SecondsOf = Callable[[Callable[[], object]], float]
@@ -94,7 +94,12 @@ class ProductChoice:
             each.by_kernels()
             each.by_torch()
             began = clock()
-            kernels_s, torch_s = (seconds_of(way) / each.num_weights for way in (each.by_kernels, each.by_torch))
+            try:
+                kernels_s, torch_s = (seconds_of(way) / each.num_weights for way in (each.by_kernels, each.by_torch))
+            except RuntimeError as error:  # such as for lack of memory: no choice is worth a failed start
+                logger.warning("products of few tokens cannot be measured: %s", error)
+                took = SECONDS
+                continue
             took += clock() - began
             times[each.form] = kernels_s, torch_s
         # Ranks may have different products: in a model in stages, only rank 0 has the head.
@@ -113,7 +118,7 @@ class ProductChoice:
             f"{rows} x {columns} of {', '.join(form.tokens_text for form in forms)} tokens"
             for (rows, columns), forms in by_shape
         ]
-        rest = f" ({num_unmeasured} were not measured, since the time was over)" if num_unmeasured else ""
+        rest = f" ({num_unmeasured} were not measured)" if num_unmeasured else ""
         if not torchs:
             return f"products of up to {TOKEN_BUCKETS[-1]} tokens: the kernels compute all of them{rest}"
         return f"products of few tokens that cuBLAS computes, which was faster here: {'; '.join(torchs)}{rest}"

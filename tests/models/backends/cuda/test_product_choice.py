@@ -142,6 +142,20 @@ def test_no_measurement_begins_after_a_second(caplog):
     assert "1 were not measured" in caplog.text
 
 
+def test_a_measurement_that_fails_leaves_the_rest_to_the_kernels(caplog):
+    left = [2.0, 1.0]
+
+    def seconds_of(run: Callable[[], object]) -> float:
+        if not left:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return left.pop(0)
+
+    choice = ProductChoice()
+    choice.measure(candidates(1, 2, 3), seconds_of, SingleRank().least)
+    assert [choice.is_torchs(rows, 8, 1) for rows in (1, 2, 3)] == [True, False, False]
+    assert caplog.text.count("cannot be measured: CUDA out of memory") == 1
+
+
 def test_ranks_choose_torch_only_if_it_is_faster_on_all():
     """Another rank has other times: it finds torch slower for the second product."""
     choice, others = ProductChoice(), iter([2, -2, 1, 0])
