@@ -239,6 +239,7 @@ class KvEventReader:
                 stored.append(block)
                 # An upper bound: a token takes up to 5 bytes.
                 num_bytes += _PART_BYTES + len(block_hash) + len(block.parent_hash) + 5 * len(block.token_ids)
+                num_bytes += _PART_BYTES + len(block.adapter.encode()) if block.adapter else 0
         return removed, stored
 
     def _next_hash(self) -> bytes:

@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from penstock.kv.events import KvChanges, KvEventLog, KvEventReader
+from penstock.kv.events import BlockOrigin, KvChanges, KvEventLog, KvEventReader
 from penstock.kv.manager import MIN_EVENTS_KEPT, KVCacheManager
 
 ENDLESS = 1 << 30
@@ -43,6 +43,16 @@ def test_a_new_reader_gets_everything_and_then_only_changes(log):
     second = reader.read(ENDLESS)
     assert (second.cleared, second.removed, stored_numbers(second)) == (False, HASHES[:1], [2])
     assert second.sequence == first.sequence + 2
+
+
+def test_the_name_of_an_adapter_is_reported_and_counts_towards_the_size(log):
+    for number in range(3):
+        parent = HASHES[number - 1] if number else b""
+        log.stored(HASHES[number], parent, (number, number + 1), BlockOrigin("acme", adapter="a" * 256))
+    reader = KvEventReader(log)
+    for number in range(3):
+        [block] = reader.read(max_bytes=300).stored
+        assert (block.block_hash, block.tenant, block.adapter) == (HASHES[number], "acme", "a" * 256)
 
 
 def test_an_empty_cache_is_reported_too(log):
