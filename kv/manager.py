@@ -11,6 +11,7 @@ drops each of them when neither tier has its block any more.
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import takewhile
 
+from penstock.kv.block_groups import BlockGroups
 from penstock.kv.block_hash import hash_blocks
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.events import IN_HOST_MEMORY, NO_ORIGIN, ON_DEVICE, BlockOrigin, KvEventLog
@@ -18,7 +19,7 @@ from penstock.kv.host_tier import HostTier
 from penstock.kv.retention import LeaseKind
 from penstock.kv.state_pool import StatePool
 from penstock.kv.wanted import WantedBlocks, Whereabouts
-from penstock.kv.window_blocks import BlockGroups, WindowBlocks, WindowTable, is_window_key
+from penstock.kv.window_blocks import WindowBlocks, WindowTable, is_window_key
 
 MIN_EVENTS_KEPT = 1 << 10
 """The minimum number of events kept, for small pools; each takes 80 bytes."""

@@ -4,7 +4,7 @@ from enum import Enum
 
 import msgspec
 
-from penstock.kv.window_blocks import BlockGroups
+from penstock.kv.block_groups import BlockGroups
 
 
 class DraftMethod(Enum):

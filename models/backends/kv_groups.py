@@ -3,7 +3,7 @@ what they read. See docs/architecture.md. Imports no tensor library."""
 
 from dataclasses import dataclass
 
-from penstock.kv.window_blocks import BlockGroups
+from penstock.kv.block_groups import BlockGroups
 from penstock.models.architecture.spec import ModelSpec
 from penstock.scheduler.worker_config import MAX_BATCHED_TOKENS, WorkerConfig
 

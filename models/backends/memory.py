@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import psutil
 
-from penstock.kv.window_blocks import BlockGroups
+from penstock.kv.block_groups import BlockGroups
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel
 from penstock.models.errors import ModelError
 from penstock.scheduler.worker_config import WorkerConfig

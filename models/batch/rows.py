@@ -147,6 +147,10 @@ class RowTable:
         """Returns a row's blocks from index ``begin`` on."""
         return self._tables[row.number, begin : row.num_blocks]
 
+    def window_blocks(self, row: Row, begin: int) -> Ids:
+        """Returns a row's blocks in the windowed groups, (groups, N), from index ``begin`` on."""
+        return self._window_tables[:, row.number, begin : row.window_end]
+
     def _add(self, added: AddedRow) -> None:
         assert added.row not in self._rows, f"the plan adds row {added.row}, which exists"
         assert 0 <= added.num_computed < len(added.token_ids), f"row {added.row} has nothing to compute"

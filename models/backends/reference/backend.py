@@ -39,7 +39,6 @@ from penstock.models.backends.torch_common.weights import (
     unchanged,
 )
 from penstock.models.batch.batch import Batch
-from penstock.models.batch.rows import Ids
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.checkpoint.lora.adapter import LoraAdapter
 from penstock.models.errors import ModelError
@@ -156,18 +155,7 @@ class ReferenceBackend(PagedBackend):
         slots = self._slots(batch)
         turns = {key: (cos[positions], sin[positions]) for key, (cos, sin) in self._cos_sin_tables.items()}
         kinds = list(zip(self._groups.of_layers, spec.windows, strict=True))
-        groups = {
-            (group, window): attention_groups(
-                batch,
-                window,
-                self._pages.num_blocks,
-                self._pages.block_size,
-                self._device,
-                chunked=spec.chunked_windows,
-                tables=_tables(batch, group),
-            )
-            for group, window in set(kinds)
-        }
+        groups = {kind: self._attention_groups(batch, *kind) for kind in set(kinds)}
         query_scale = None if spec.query_scaling is None else query_scales(spec.query_scaling, positions)
         if self.states is not None:
             self.states.forget_step()
@@ -203,6 +191,17 @@ class ReferenceBackend(PagedBackend):
                 x = x * layer.scalar
         return x
 
+    def _attention_groups(self, batch: Batch | StageRows, group: int, window: int | None) -> list[AttentionGroup]:
+        """Returns the groups of rows for layers with this window, whose blocks are those of a group of layers."""
+        pages, chunked = self._pages, self._spec.chunked_windows
+        tables = batch.tables
+        if group:
+            assert isinstance(batch, Batch), "a model in stages has one group"
+            tables = batch.window_tables[group - 1]
+        return attention_groups(
+            batch, window, pages.num_blocks, pages.block_size, self._device, chunked=chunked, tables=tables
+        )
+
     def _slots(self, batch: Batch | StageRows) -> list[Tensor]:
         """Returns where each token's KV is written in the layers of each group, (T,)."""
         slots = [batch.slots]
@@ -215,15 +214,6 @@ class ReferenceBackend(PagedBackend):
         logits = upcast(self._head_parallel.gather_columns(self._weights.head(hidden), self.num_logits))
         logits = logits * self._spec.logit_scale
         return logits if self._spec.logit_soft_cap is None else soft_cap(logits, self._spec.logit_soft_cap)
-
-
-def _tables(batch: Batch | StageRows, group: int) -> Ids:
-    """Returns the tables of a group's blocks, (R, N)."""
-    if group == 0:
-        return batch.tables
-    assert isinstance(batch, Batch), "a model in stages has one group"
-    tables: Ids = batch.window_tables[group - 1]
-    return tables
 
 
 def attend(

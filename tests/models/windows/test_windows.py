@@ -13,6 +13,10 @@ from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.plan import SamplingParams
 
+# numpy warns where Triton's interpreter computes infinities, as a GPU does.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GREEDY = SamplingParams(temperature=0.0)
 NUM_TOKENS = 24
 WINDOW, NUM_BEFORE = 9, 1
@@ -20,12 +24,12 @@ WINDOW, NUM_BEFORE = 9, 1
 BUDGET = 32
 
 
-@pytest.fixture(params=["gemma3", "gpt-oss", "llama4"])
+@pytest.fixture(params=["gemma3", "gpt-oss", pytest.param("llama4", marks=pytest.mark.soak)])
 def model(request, tiny_model):
     return tiny_model(request.param)
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=["reference", "cpu", pytest.param("cuda", marks=pytest.mark.soak)])
 def backend(request):
     return request.param
 
@@ -34,6 +38,7 @@ def backend(request):
 def executor(in_process, model, backend):
     def new(**config):
         limits = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 8, "max_model_len": 400}
+        limits["device"] = DEVICE if backend == "cuda" else "cpu"
         return in_process(model.path, backend=backend, frees_windows=True, **limits | config)
 
     return new
@@ -99,6 +104,7 @@ async def test_preempted(model, executor, start_engine):
 
 async def test_drafted(model, backend, in_process_executor, worker_config, start_engine):
     limits = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 400}
+    limits["device"] = DEVICE if backend == "cuda" else "cpu"
     config = worker_config(model.path, backend=backend, frees_windows=True, **limits)
     engine = await start_engine(in_process_executor(config, is_eager=True))
     prompts = [long_prompt(80), long_prompt(130, 1)]
@@ -116,10 +122,23 @@ async def test_drafted(model, backend, in_process_executor, worker_config, start
         check(model, [7, *prompt], answer.token_ids, 60)
 
 
-async def test_a_worker_that_is_killed(tiny_model, backend, worker_config, start_engine):
+async def test_on_a_gpu(tiny_model, in_process, start_engine):
+    """Two rows, a chunk that begins in a block, and a prefix; in Triton's interpreter if there is no GPU."""
+    model = tiny_model("gemma3")
+    limits = {"max_num_batched_tokens": 24, "max_num_seqs": 2, "max_model_len": 128}
+    engine = await start_engine(in_process(model.path, backend="cuda", frees_windows=True, device=DEVICE, **limits))
+    prompts = [long_prompt(50), long_prompt(34, 1)]
+    answers = await engine.run(prompts, GREEDY, 4)
+    again = await engine.run([prompts[0]], GREEDY, 4)
+    for prompt, answer in zip([*prompts, prompts[0]], [*answers, *again], strict=True):
+        check(model, prompt, answer.token_ids, 4)
+    assert again[0].finished.usage.cached_tokens == 48
+
+
+async def test_a_worker_that_is_killed(tiny_model, worker_config, start_engine):
     model = tiny_model("gemma3")
     limits = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 4}
-    worker = WorkerProcess(worker_config(model.path, backend=backend, frees_windows=True, **limits))
+    worker = WorkerProcess(worker_config(model.path, backend="cpu", frees_windows=True, **limits))
     engine = await start_engine(worker)
     prompt = long_prompt(100)
     answer = engine.submit(prompt, GREEDY, 60)
