@@ -9,6 +9,7 @@ import pytest
 import torch
 from waiting import until
 
+from penstock.models.executor.group import new_executor
 from penstock.models.executor.process import WorkerProcess
 from penstock.scheduler.engine_stats import EngineState
 from penstock.scheduler.plan import SamplingParams
@@ -94,7 +95,7 @@ async def test_choices_share_the_window_of_their_prompt(model, executor, start_e
 async def test_preempted(model, executor, start_engine):
     per_block = 16 * _bytes_per_token(model)
     engine = await start_engine(executor(kv_cache_bytes=30 * per_block, max_model_len=240))
-    many = [long_prompt(90 + 10 * number, number) for number in range(6)]
+    many = [long_prompt(70 + 10 * number, number) for number in range(6)]
     answers = [engine.submit(prompt, GREEDY, 60) for prompt in many]
     await engine.finish(answers)
     assert engine.stats.preemptions > 0
@@ -123,16 +124,15 @@ async def test_drafted(model, backend, in_process_executor, worker_config, start
 
 
 async def test_on_a_gpu(tiny_model, in_process, start_engine):
-    """Two rows, a chunk that begins in a block, and a prefix; in Triton's interpreter if there is no GPU."""
+    """In chunks, and after a prefix; in Triton's interpreter if there is no GPU."""
     model = tiny_model("gemma3")
-    limits = {"max_num_batched_tokens": 24, "max_num_seqs": 2, "max_model_len": 128}
+    limits = {"max_num_batched_tokens": 24, "max_num_seqs": 1, "max_model_len": 96, "uses_predictions": False}
     engine = await start_engine(in_process(model.path, backend="cuda", frees_windows=True, device=DEVICE, **limits))
-    prompts = [long_prompt(50), long_prompt(34, 1)]
-    answers = await engine.run(prompts, GREEDY, 4)
-    again = await engine.run([prompts[0]], GREEDY, 4)
-    for prompt, answer in zip([*prompts, prompts[0]], [*answers, *again], strict=True):
-        check(model, prompt, answer.token_ids, 4)
-    assert again[0].finished.usage.cached_tokens == 48
+    prompt = long_prompt(34)
+    for _ in range(2):
+        [answer] = await engine.run([prompt], GREEDY, 2)
+        check(model, prompt, answer.token_ids, 2)
+    assert answer.finished.usage.cached_tokens == 32
 
 
 async def test_a_worker_that_is_killed(tiny_model, worker_config, start_engine):
@@ -148,6 +148,31 @@ async def test_a_worker_that_is_killed(tiny_model, worker_config, start_engine):
     await engine.finish([answer])
     assert engine.engine.facts.num_window_groups == 2
     check(model, prompt, answer.token_ids, 60)
+
+
+async def test_evicted_windows_come_back_from_host_memory(model, executor, start_engine, backend):
+    if backend == "cpu":
+        pytest.skip("its cache is in host memory already")
+    per_block = 16 * _bytes_per_token(model)
+    sizes = {"kv_cache_bytes": 40 * per_block, "host_kv_cache_bytes": 300 * per_block, "max_model_len": 240}
+    engine = await start_engine(executor(**sizes))
+    many = [long_prompt(100, number) for number in range(6)]
+    for prompt in many * 2:
+        [answer] = await engine.run([prompt], GREEDY, 8)
+        check(model, prompt, answer.token_ids, 8)
+    assert engine.stats.restored_tokens > 0
+
+
+@pytest.mark.soak
+async def test_shared_by_two_ranks(model, worker_config, start_engine):
+    limits = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 8, "tensor_parallel_size": 2}
+    config = worker_config(model.path, backend="reference", frees_windows=True, **limits)
+    engine = await start_engine(new_executor(config))
+    assert engine.engine.facts.num_window_groups == 2
+    many = [long_prompt(200), long_prompt(90, 1)]
+    answers = await engine.run(many, GREEDY, NUM_TOKENS)
+    for prompt, answer in zip(many, answers, strict=True):
+        check(model, prompt, answer.token_ids)
 
 
 def _bytes_per_token(model):
