@@ -167,6 +167,7 @@ class Step(Structure):
         ("num_tokens", c_int32), ("num_rows", c_int32), ("num_sampled", c_int32), ("num_scored", c_int32),
         ("token_ids", c_void_p), ("starts", c_void_p), ("ends", c_void_p), ("token_starts", c_void_p),
         ("tables", c_void_p), ("table_stride", c_int64), ("window_tables", c_void_p), ("num_window_groups", c_int64),
+        ("window", c_int64),
         ("sampled", c_void_p), ("sampling", c_void_p),
         ("tokens", c_void_p), ("room", c_int64), ("top_ids", c_void_p), ("tops", c_void_p), ("scored", c_void_p),
         ("targets", c_void_p), ("num_tops", c_void_p), ("scored_room", c_int64), ("chosen", c_void_p),

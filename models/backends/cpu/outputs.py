@@ -12,16 +12,12 @@ from penstock.models.batch.rows import Ids, Row
 from penstock.scheduler.plan import PromptLogprobsPart, TokenLogprobs
 
 
-def batch_fields(batch: Batch, tables: Ids, window_tables: Ids | None = None) -> dict[str, int]:
-    """Returns the fields of a step that describe its tokens. ``tables`` are the batch's, and ``window_tables`` those of
-    windowed groups, if there are any; contiguous."""
-    windows = {}
-    if window_tables is not None:
-        windows = {"window_tables": address(window_tables), "num_window_groups": len(window_tables)}
+def batch_fields(batch: Batch, tables: Ids) -> dict[str, int]:
+    """Returns the fields of a step that describe its tokens. ``tables`` are the batch's, contiguous."""
     return {
         "num_tokens": len(batch.token_ids), "num_rows": len(batch.rows), "token_ids": address(batch.token_ids),
         "starts": address(batch.starts), "ends": address(batch.ends), "token_starts": address(batch.token_starts),
-        "tables": address(tables), "table_stride": tables.shape[1], **windows,
+        "tables": address(tables), "table_stride": tables.shape[1],
     }  # fmt: skip
 
 

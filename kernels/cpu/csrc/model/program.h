@@ -195,10 +195,10 @@ struct Step {
   const int64_t* token_starts;  // (R + 1,)
   const int64_t* tables;        // (R, table_stride) block ids
   int64_t table_stride;
-  // (num_window_groups, R, table_stride): the block ids of groups 1, 2, ... of layers; those before a row's window are
-  // not used. Group 0 has `tables`.
+  // (num_window_groups, R, table_stride): the block ids of groups 1, 2, ... of layers, none of which has a window above
+  // `window`. Those of blocks that a row's tokens do not see are not read. Group 0 has `tables`.
   const int64_t* window_tables;
-  int64_t num_window_groups;
+  int64_t num_window_groups, window;
   // No token of the batch is in more than one of `sampled`, `scored` and `pooled`, so there is room for T in total.
   // Rows whose next token is chosen, with their parameters and results; each has room for `room` likeliest tokens.
   const int64_t* sampled;  // (num_sampled,) index in the batch of the row's last token

@@ -187,7 +187,8 @@ void StepRun::find_pages() {
       int64_t row = r + static_cast<int64_t>(group - 1) * step_.num_rows;
       const int64_t* blocks = group ? step_.window_tables + row * step_.table_stride
                                     : step_.tables + r * step_.table_stride;
-      for (int i = 0; i < num_pages; i++)
+      int first = group && start >= step_.window ? (start + 1 - static_cast<int>(step_.window)) / LANES : 0;
+      for (int i = first; i < num_pages; i++)
         pages[i] = static_cast<int32_t>(blocks[i / pages_per_block]) * pages_per_block + i % pages_per_block;
       group_rows_[group][r] = {pages, static_cast<int32_t>(step_.token_starts[r]), start, end};
     }
