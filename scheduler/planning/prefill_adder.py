@@ -213,7 +213,9 @@ class PrefillAdder:
         prefix = kv.find_prefix(sequence.hashes, num_tokens)
         restored = self._restore_policy.find(sequence.hashes, len(prefix), num_tokens)
         num_found = len(prefix) + len(restored)
-        awaited = kv.last_pending(sequence.hashes, num_found, num_tokens)
+        # Blocks of group 0 that are found are of no use without their windows, which another row may compute again.
+        num_whole = kv.windows.num_usable(sequence.hashes, num_found)
+        awaited = kv.last_pending(sequence.hashes, num_whole, num_tokens)
         if awaited is None:
             awaited = self._states.last_coming(sequence, num_found)
         if awaited is not None:
@@ -222,7 +224,7 @@ class PrefillAdder:
             if may_follow(sequence.rank, leader.rank, sequence.live.request.first_token_target):
                 self._states.request(leader, sequence, awaited)
             else:  # it computes the prefix itself, and others wait for it
-                kv.retract(leader, sequence.hashes[num_found:])
+                kv.retract(leader, sequence.hashes[num_whole:])
                 awaited = None
         sequence.awaited_hash = awaited
         if awaited is not None:
