@@ -76,7 +76,7 @@ def test_without_the_window_at_its_end_a_prefix_is_computed_again(windowed):
         taken += kv.pool.take_blocks(1)
     kv.pool.release(taken)
     assert len(kv.find_prefix(_hashes(prompt), 3000)) == 3000 // BLOCK_SIZE, "group 0 has everything"
-    windowed.ask(prompt + [1], prompt + [2], prompt + [3], max_tokens=5)
+    windowed.ask([*prompt, 1], [*prompt, 2], [*prompt, 3], max_tokens=5)
     assert 3000 - BLOCK_SIZE < windowed.num_computed < 3000 + 3 * BLOCK_SIZE, "one computes it, and the others wait"
 
 
