@@ -82,7 +82,7 @@ def test_too_few_free_blocks_shorten_a_chunk():
 def test_evicted_windows_are_copied_back():
     kv = KVCacheManager(30, 4, 40, groups=GROUPS)
     block_ids, window = computed(kv, 24)
-    contents = {key: kv.pool.find(key) for key in kv.pool.hashes}
+    contents = {key: block for key in kv.pool.hashes if (block := kv.pool.find(key)) is not None}
     kv.release(block_ids, window)
     taken = kv.pool.take_blocks(30)
     copies_out, _ = kv.take_copies()
@@ -96,6 +96,7 @@ def test_evicted_windows_are_copied_back():
     wanted = [contents[key] for key in table.evicted.values()]
     assert len(wanted) == 4
     again = kv.allocate([], 25, 0, restored, window=table)
+    assert again is not None
     assert not table.evicted
     _, copies_in = kv.take_copies()
     assert dict(copies_in) == {

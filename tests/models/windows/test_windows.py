@@ -39,7 +39,7 @@ def backend(request):
 def executor(in_process, model, backend):
     def new(**config):
         limits = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 8, "max_model_len": 400}
-        limits["device"] = DEVICE if backend == "cuda" else "cpu"
+        config.setdefault("device", DEVICE if backend == "cuda" else "cpu")
         return in_process(model.path, backend=backend, frees_windows=True, **limits | config)
 
     return new
@@ -105,8 +105,8 @@ async def test_preempted(model, executor, start_engine):
 
 async def test_drafted(model, backend, in_process_executor, worker_config, start_engine):
     limits = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 400}
-    limits["device"] = DEVICE if backend == "cuda" else "cpu"
-    config = worker_config(model.path, backend=backend, frees_windows=True, **limits)
+    device = DEVICE if backend == "cuda" else "cpu"
+    config = worker_config(model.path, backend=backend, frees_windows=True, device=device, **limits)
     engine = await start_engine(in_process_executor(config, is_eager=True))
     prompts = [long_prompt(80), long_prompt(130, 1)]
     plain = await engine.run(prompts, GREEDY, 60)
