@@ -37,6 +37,7 @@ from penstock.kernels.cuda.sampling.logprobs import logprobs_variants
 from penstock.kernels.cuda.sampling.sample import sampling_variants
 from penstock.kernels.cuda.skinny_gemm import skinny_gemm_variants
 from penstock.kernels.cuda.step import MIN_SEQUENCES, commit_variant, prepare_variant
+from penstock.kernels.cuda.window_slots import window_slots_variant
 
 MAX_SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """The limit for one program, by compute capability."""
@@ -74,6 +75,8 @@ def variants(shape: ModelShape) -> Iterator[KernelVariant]:
     while sequences < shape.max_sequences:
         sequences *= 2
         yield prepare_variant(sequences, *of_rows)
+    if shape.num_window_groups:
+        yield window_slots_variant(shape.max_sequences, shape.num_window_groups, shape.max_pages, shape.slots)
     for attention in shape.attention():
         yield from attention_variants(attention)
     sampler = shape.sampler()

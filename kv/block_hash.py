@@ -8,6 +8,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
+HASH_BYTES = hashlib.sha256().digest_size
 _TAG = b"penstock.kv.block.1"
 _SALT_TAG = b"penstock.kv.salt.1"
 

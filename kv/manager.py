@@ -11,12 +11,15 @@ drops each of them when neither tier has its block any more.
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import takewhile
 
+from penstock.kv.block_groups import BlockGroups
 from penstock.kv.block_hash import hash_blocks
 from penstock.kv.block_pool import BlockPool
 from penstock.kv.events import IN_HOST_MEMORY, NO_ORIGIN, ON_DEVICE, BlockOrigin, KvEventLog
 from penstock.kv.host_tier import HostTier
+from penstock.kv.retention import LeaseKind
 from penstock.kv.state_pool import StatePool
 from penstock.kv.wanted import WantedBlocks, Whereabouts
+from penstock.kv.window_blocks import WindowBlocks, WindowTable, is_window_key
 
 MIN_EVENTS_KEPT = 1 << 10
 """The minimum number of events kept, for small pools; each takes 80 bytes."""
@@ -31,10 +34,12 @@ class KVCacheManager:
         block_size: int,
         num_host_blocks: int = 0,
         num_state_slots: int = 0,
+        groups: BlockGroups | None = None,
         *,
         caches_prefixes: bool = True,
     ) -> None:
-        """Without ``caches_prefixes`` no block has a hash, so none is published and none is found."""
+        """``groups`` are those of the layers; None: there is one. Without ``caches_prefixes`` no block has a hash, so
+        none is published and none is found."""
         self.block_size = block_size
         self.caches_prefixes = caches_prefixes
         # A reader that has missed more changes than there are blocks is better off with the whole content, and does not
@@ -44,6 +49,8 @@ class KVCacheManager:
         """The blocks that can be found in either tier, and the changes."""
         self.pool = BlockPool(num_blocks, self._on_evicted)
         self.host = HostTier(num_host_blocks, self._on_overwritten)
+        self.windows = WindowBlocks(groups or BlockGroups(0, 1, block_size, 1), self.pool, self.host)
+        """The blocks of layers with a window, where they are apart from the others."""
         self.states = StatePool(num_state_slots, self._find_tiers, self.pool.is_retained)
         """The states of recurrent layers."""
         self.wanted = WantedBlocks(self._locate)
@@ -91,12 +98,14 @@ class KVCacheManager:
 
     def num_usable(self, hashes: Sequence[bytes], num_found: int) -> int:
         """Returns the number of blocks after which a row may begin, if the first ``num_found`` of a sequence have KV.
-        With recurrent layers, these are the blocks before the last saved state."""
+        With recurrent layers, these are the blocks before a saved state; with windows, the windowed groups have what a
+        row sees from there."""
+        num_usable = self.windows.num_usable(hashes, num_found)
         if self.states.num_slots:
-            num_found = min(num_found, len(hashes))
-            while num_found and self.states.find(hashes[num_found - 1]) is None:
-                num_found -= 1
-        return num_found
+            num_usable = min(num_usable, len(hashes))
+            while num_usable and self.states.find(hashes[num_usable - 1]) is None:
+                num_usable = self.windows.num_usable(hashes, num_usable - 1)
+        return num_usable
 
     def find_stateless(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
         """Returns the hashes of the blocks of a sequence that have KV and must still be computed again: those after the
@@ -119,40 +128,71 @@ class KVCacheManager:
         return list(takewhile(self.host.__contains__, candidates))
 
     def allocate(
-        self, prefix: Sequence[int], num_tokens: int, reserve: int = 0, restored: Sequence[bytes] = (), owner: str = ""
+        self,
+        prefix: Sequence[int],
+        num_tokens: int,
+        reserve: int = 0,
+        restored: Sequence[bytes] = (),
+        owner: str = "",
+        window: WindowTable | None = None,
     ) -> list[int] | None:
-        """Returns a block table for ``num_tokens``: the cached ``prefix``, shared, then new blocks. The next plan
-        copies the ``restored`` blocks of ``owner``, which ``find_evicted`` found, to the first new blocks; these can be
-        found from now on.
+        """Returns a block table for ``num_tokens``: the cached ``prefix``, shared, then new blocks. ``window`` has what
+        the windowed groups need of the prefix, which is shared too. The next plan copies the ``restored`` blocks of
+        ``owner``, which ``find_evicted`` found, to the first new blocks, and those that ``window`` lacks to others;
+        these can be found from now on.
 
         Returns None, and changes nothing, if fewer than ``reserve`` blocks would stay free.
         """
         pool = self.pool
+        windowed = WindowTable() if window is None else window
+        evicted = [*restored, *windowed.evicted.values()]
         num_new = self.num_blocks_for(num_tokens) - len(prefix)
-        num_cached = sum(1 for block in prefix if not pool.is_held(block))
-        if num_new + num_cached + reserve > pool.num_free:
+        shared = [*prefix, *(block for block in windowed.block_ids if block >= 0)]
+        num_cached = sum(1 for block in shared if not pool.is_held(block))
+        if num_new + len(windowed.evicted) + num_cached + reserve > pool.num_free:
             return None
-        pool.share(prefix)
+        pool.share(shared)
         # Before anything else: blocks that are evicted for the new ones must not take these slots.
-        slots = [self.host.restore(block_hash) for block_hash in restored]
+        slots = [self.host.restore(block_hash) for block_hash in evicted]
         new = pool.take_blocks(num_new)
-        for block_hash, slot, block in zip(restored, slots, new, strict=False):
+        of_window = pool.take_blocks(len(windowed.evicted))
+        for block_hash, slot, block in zip(evicted, slots, [*new[: len(restored)], *of_window], strict=True):
             self._copies_in.append((slot, block))
             pool.publish(block, block_hash, owner)
-            self.events.moved(block_hash)
+            if not is_window_key(block_hash):
+                self.events.moved(block_hash)
+        for index, block in zip(windowed.evicted, of_window, strict=True):
+            windowed.block_ids[index] = block
+        windowed.evicted.clear()
         self.wanted.refresh(restored)
         self.num_restored_tokens += len(restored) * self.block_size
         return [*prefix, *new]
 
-    def grow(self, block_ids: list[int], num_blocks: int) -> list[int] | None:
-        """Appends new blocks to a table until it has ``num_blocks``; returns them. Returns None, and changes nothing,
-        if too few are free."""
+    def grow(self, block_ids: list[int], num_blocks: int, window: WindowTable | None = None) -> list[int] | None:
+        """Appends new blocks to a table until it has ``num_blocks``; returns them. Does the same for the windowed
+        groups. Returns None, and changes nothing, if too few are free."""
         num_new = num_blocks - len(block_ids)
-        if num_new > self.pool.num_free:
+        num_of_window = 0 if window is None else self.windows.num_missing(window, num_blocks)
+        if num_new + num_of_window > self.pool.num_free:
             return None
         new = self.pool.take_blocks(num_new)
         block_ids += new
+        if window is not None:
+            window.block_ids += self.pool.take_blocks(num_of_window)
         return new
+
+    def release(self, block_ids: Sequence[int], window: WindowTable) -> None:
+        """Releases the blocks of a row, or of a sequence that kept them while it waited."""
+        self.pool.release(window.block_ids)
+        self.pool.release(block_ids)
+
+    def retain(self, hashes: Sequence[bytes], until: float, owner: str, kind: LeaseKind = LeaseKind.CONTEXT) -> None:
+        """Retains the blocks with which a sequence with these hashes can be continued; see ``BlockPool.retain``."""
+        self.pool.retain([*hashes, *self.windows.keys_at_end(hashes)], until, owner, kind)
+
+    def give_up(self, hashes: Sequence[bytes], owner: str) -> None:
+        """Ends the leases of ``retain``, for contexts of ``owner``. The blocks at the end lapse first."""
+        self.pool.give_up(reversed([*hashes, *self.windows.keys_at_end(hashes)]), owner)
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Returns the copies of the next plan, which is now complete: evicted blocks to slots of the host tier, then
@@ -167,6 +207,8 @@ class KVCacheManager:
         slot = self.host.store(block_hash)
         if slot is not None:
             self._slot_to_block[slot] = block
+        if is_window_key(block_hash):
+            return  # the block of group 0 with these tokens can still be found, or not
         if block_hash in self.host:
             self.events.moved(block_hash)
         else:
@@ -175,6 +217,8 @@ class KVCacheManager:
         self.wanted.refresh((block_hash,))
 
     def _on_overwritten(self, block_hash: bytes) -> None:
+        if is_window_key(block_hash):
+            return
         if self.pool.find(block_hash) is None:
             self.events.removed(block_hash)
             self.states.drop(block_hash)
@@ -203,8 +247,10 @@ class KVCacheManager:
         stop: int,
         token_ids: Sequence[int],
         origin: BlockOrigin = NO_ORIGIN,
+        window: WindowTable | None = None,
     ) -> None:
-        """Lets blocks ``start`` to ``stop`` of a table be found: every later plan may read their KV.
+        """Lets blocks ``start`` to ``stop`` of a table be found, and those that ``window`` has of the windowed groups:
+        every later plan may read their KV.
 
         ``hashes`` and ``token_ids`` are those of the whole sequence, like the table. ``origin`` is the request that
         computed them.
@@ -219,14 +265,17 @@ class KVCacheManager:
             else:
                 parent = hashes[index - 1] if index else b""
                 self.events.stored(block_hash, parent, token_ids[index * size : (index + 1) * size], origin)
+        if window is not None:
+            self.windows.publish(window, hashes, start, stop, origin.tenant)
         self.wanted.refresh(hashes[start:stop])
 
     def flush(self) -> int:
         """Drops every cached block that is not held, with the states saved after it; retained blocks and those of the
         host tier too. Returns their number."""
         num_flushed = self.pool.flush() + self.host.clear()
-        self.events.cleared(but=self.pool.hashes)
-        self.states.drop_all(but=self.pool.hashes)
+        left = dict.fromkeys(block_hash for block_hash in self.pool.hashes if not is_window_key(block_hash))
+        self.events.cleared(but=left)
+        self.states.drop_all(but=left)
         self.wanted.refresh_all()
         return num_flushed
 
@@ -247,7 +296,7 @@ class KVCacheManager:
         that hold blocks."""
         self.pool.check(holders)
         self.host.check()
-        found = {*self.pool.hashes, *self.host.hashes}
+        found = {key for key in (*self.pool.hashes, *self.host.hashes) if not is_window_key(key)}
         self.states.check(found)
         assert set(self.events.hashes) == found, "events differ from what can be found"
 

@@ -99,6 +99,11 @@ class AddedRow(msgspec.Struct, array_like=True, gc=False):
     the same. ``NO_SLOT``: ``num_computed`` is 0, and the state begins with zeros."""
     adapter: int = 0
     """The slot of the LoRA adapter that it is computed with; 0: none."""
+    window_start: int = 0
+    """The number of blocks of tokens before those of ``window_ids``."""
+    window_ids: list[int] = []
+    """Its blocks in the groups of layers with a window, up to ``num_computed`` tokens: those of all these groups for a
+    block of tokens, then those for the next one. Empty without such groups; see docs/architecture.md."""
 
 
 class AdapterLoad(msgspec.Struct, array_like=True, frozen=True):
@@ -124,10 +129,13 @@ class AdapterLoaded(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RowBlocks(msgspec.Struct, array_like=True, gc=False):
-    """More blocks for a row, appended to its table."""
+    """More blocks for a row, appended to its tables."""
 
     row: int
     block_ids: list[int]
+    window_ids: list[int] = []
+    """Those in the groups of layers with a window, in the order of ``AddedRow.window_ids``. The row reads none of its
+    earlier ones behind the window, which may belong to others by now."""
 
 
 class StateSnapshot(msgspec.Struct, array_like=True, gc=False):

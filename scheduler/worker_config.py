@@ -4,6 +4,8 @@ from enum import Enum
 
 import msgspec
 
+from penstock.kv.block_groups import BlockGroups
+
 
 class DraftMethod(Enum):
     """The source of drafts."""
@@ -152,6 +154,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """The largest rank of an adapter."""
     speculation: SpeculationConfig | None = None
     """None: only tokens that grammars force or callers predict are drafted."""
+    frees_windows: bool = False
+    """Whether plans name blocks for each group of layers, so that layers with a window keep only what they read."""
     uses_predictions: bool = True
     """Whether rows may have drafts from their predictions."""
     tokenizer: str | None = None
@@ -255,6 +259,10 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     """The number of slots for recurrent states, numbered from 0; 0 for a model without recurrent layers."""
     state_bytes: int = 0
     """The bytes of a slot."""
+    num_window_groups: int = 0
+    """The number of groups of layers with a window, which have blocks of their own; 0: a block has all layers."""
+    window: int = 1
+    """The largest window of these layers, in tokens."""
     copy_us_per_block: float = 0.0
     """The approximate time to copy one block between the tiers, measured at the start."""
     measured_steps: tuple[MeasuredStep, ...] = ()
@@ -264,3 +272,18 @@ class WorkerFacts(msgspec.Struct, frozen=True):
     def pipeline_parallel_size(self) -> int:
         """The number of stages."""
         return max(1, len(self.stage_layers))
+
+    @property
+    def groups(self) -> BlockGroups:
+        """The groups of layers that have blocks of their own."""
+        return BlockGroups(self.num_window_groups, self.window, self.block_size, self.max_num_batched_tokens)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """The number of tokens that the KV cache holds, whatever the lengths of their sequences."""
+        return self.num_blocks // (1 + self.num_window_groups) * self.block_size
+
+    @property
+    def longest_in_cache(self) -> int:
+        """The number of tokens of the longest sequence that the KV cache holds."""
+        return self.groups.longest(self.num_blocks)

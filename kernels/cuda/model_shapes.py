@@ -116,6 +116,8 @@ class ModelShape:
     """Tokens per step."""
     slots: int = 16
     """Slots per page."""
+    num_window_groups: int = 0
+    """The number of groups of layers with a window that have pages of their own."""
     max_drafts: int = 15
     """Drafts per row that decodes; 0: nothing is drafted."""
     deterministic: bool = False

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Protocol
 from penstock.models.architecture.foreign import ForeignSpec
 from penstock.models.architecture.registry import nearest
 from penstock.models.architecture.spec import ModelSpec
+from penstock.models.backends.kv_groups import KvGroups, one_group
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.batch.row_states import StateCommit
 from penstock.models.checkpoint.checkpoint import check_checkpoint
@@ -109,9 +110,11 @@ class SynchronousBackend(ABC):
         return lambda: result
 
 
-def context_of(config: WorkerConfig, spec: ModelSpec, num_blocks: int | None = None) -> int:
+def context_of(
+    config: WorkerConfig, spec: ModelSpec, num_blocks: int | None = None, groups: KvGroups | None = None
+) -> int:
     """Returns the number of positions that a row may have: as many as the config has, else as the model was made for
-    and ``num_blocks`` KV blocks hold. Raises ModelError if the config exceeds the model's."""
+    and ``num_blocks`` KV blocks hold, for these ``groups``. Raises ModelError if the config exceeds the model's."""
     max_model_len = config.max_model_len or spec.max_positions
     if max_model_len > spec.max_positions:
         raise ModelError(
@@ -119,16 +122,21 @@ def context_of(config: WorkerConfig, spec: ModelSpec, num_blocks: int | None = N
         )
     if num_blocks is None or config.max_model_len is not None or config.num_blocks is not None:
         return max_model_len
-    return min(max_model_len, num_blocks * config.block_size)
+    return min(max_model_len, (groups or one_group(spec)).in_blocks(config).longest(num_blocks))
 
 
 def shared_facts(
-    config: WorkerConfig, info: CheckpointInfo, num_blocks: int, default_budget: int, num_state_slots: int = 0
+    config: WorkerConfig,
+    info: CheckpointInfo,
+    num_blocks: int,
+    default_budget: int,
+    num_state_slots: int = 0,
+    groups: KvGroups | None = None,
 ) -> dict[str, Any]:
-    """Returns the ``WorkerFacts`` that follow from the config, the model's files and the number of blocks.
+    """Returns the ``WorkerFacts`` that follow from the config, the model's files, and the blocks of ``groups``.
     ``default_budget`` is the number of tokens in a step unless the config sets it. Logs a context that is shortened."""
     spec = info.spec
-    max_model_len, wanted = context_of(config, spec, num_blocks), context_of(config, spec)
+    max_model_len, wanted = context_of(config, spec, num_blocks, groups), context_of(config, spec)
     if max_model_len < wanted and config.tensor_parallel_rank == config.pipeline_parallel_rank == 0:
         logger.warning(
             "context %s: the KV cache holds no more, and the model was made for %s; raise --kv-cache-memory-bytes or "
@@ -156,6 +164,7 @@ def shared_facts(
         "hidden_size": spec.hidden_size,
         "tensor_parallel_size": config.tensor_parallel_size,
         "max_loras": config.max_loras,
+        **({} if groups is None else groups.facts),
     }
 
 

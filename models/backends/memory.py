@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import psutil
 
+from penstock.kv.block_groups import BlockGroups
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel
 from penstock.models.errors import ModelError
 from penstock.scheduler.worker_config import WorkerConfig
@@ -89,16 +90,18 @@ def cache_sizes(
     max_model_len: int,
     num_spare: int = 0,
     parallel: TensorParallel = ALONE,
+    groups: BlockGroups | None = None,
 ) -> CacheSizes:
     """Returns how many KV blocks of ``block_bytes`` to allocate besides ``num_spare``, and how many slots for recurrent
-    states of ``state_bytes``, once the weights are loaded; the same on every rank. Raises ModelError if the requested
-    memory is not free, or a request of full length does not fit: where ``--max-model-len`` is not given, one of
-    SHORTEST_CONTEXT (see ``base.context_of``).
+    states of ``state_bytes``, once the weights are loaded; the same on every rank. ``groups`` are those of the layers;
+    None: there is one. Raises ModelError if the requested memory is not free, or a request of full length does not fit:
+    where ``--max-model-len`` is not given, one of SHORTEST_CONTEXT (see ``base.context_of``).
 
     States take at most half of the budget: a slot for each of ``--max-num-seqs`` rows, then one for each
     SNAPSHOT_TOKENS of the KV that the rest holds.
     """
     block_bytes += config.block_bytes_beside
+    groups = groups or BlockGroups(0, 1, config.block_size, 1)
     snapshot_blocks = max(1, SNAPSHOT_TOKENS // config.block_size)
     free = _free_bytes_everywhere(config, parallel)
     flag = "--kv-cache-memory-bytes"
@@ -114,7 +117,7 @@ def cache_sizes(
     if config.num_blocks is not None:
         return CacheSizes(config.num_blocks, num_slots)
     least = max_model_len if config.max_model_len is not None else min(max_model_len, SHORTEST_CONTEXT)
-    needed = -(-least // config.block_size) + num_spare
+    needed = groups.num_blocks_for(least) + num_spare
     num_slots = 0
     if state_bytes:
         most = max(1, min(budget // 2, budget - needed * block_bytes) // state_bytes)
@@ -123,7 +126,7 @@ def cache_sizes(
         num_slots = min(live + max(0, saved), most)
     blocks = (budget - num_slots * state_bytes) // block_bytes - num_spare
     if blocks < needed - num_spare:
-        shorter = f", or lower --max-model-len to at most {blocks * config.block_size}" if blocks > 0 else ""
+        shorter = f", or lower --max-model-len to at most {groups.longest(blocks)}" if blocks > 0 else ""
         raise ModelError(
             f"{flag} leaves {_gib(budget)} for the KV cache, and one request of {least} tokens needs "
             f"{_gib(needed * block_bytes + state_bytes)}: raise {flag}{shorter}"

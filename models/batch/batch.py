@@ -55,6 +55,12 @@ class Batch:
         return self.table.tables(self.rows)
 
     @cached_property
+    def window_tables(self) -> Ids:
+        """(windowed groups, R, blocks): ids of their blocks, as wide as ``tables``. Those before a
+        row's window and past its end are undefined."""
+        return self.table.window_tables(self.rows)
+
+    @cached_property
     def sampled_tokens(self) -> Ids:
         """(S,): the index in the batch of the token that each sampled position follows."""
         if max(self.num_sampled, default=0) <= 1:  # nothing is drafted
@@ -72,6 +78,13 @@ class Batch:
     def slots(self) -> Ids:
         """(T,): where each token's KV is written: block * block_size + offset."""
         return slots_of(self.positions, self.token_starts, self.tables, self.table.block_size)
+
+    @property
+    def window_slots(self) -> list[Ids]:
+        """(T,) for each windowed group: where each token's KV is written in its layers."""
+        return [
+            slots_of(self.positions, self.token_starts, tables, self.table.block_size) for tables in self.window_tables
+        ]
 
     @cached_property
     def adapters(self) -> NDArray[np.int32] | None:
@@ -174,6 +187,8 @@ def build_batch(
         known = end - len(drafted)
         assert row.num_computed == start < known <= len(row.history), f"row {row.number} is not at position {start}"
         assert end <= row.num_blocks * table.block_size, f"row {row.number} has no block for position {end - 1}"
+        if table.num_window_groups:
+            assert end <= row.window_end * table.block_size, f"row {row.number} has no window at position {end - 1}"
         token_ids += row.history[start:known] if known - start > 1 else (row.history[start],)
         if known < len(row.history) or row.pooled is not None:
             num_sampled.append(0)

@@ -43,6 +43,8 @@ class Row:
     num_prompt_tokens: int
     num_computed: int
     num_blocks: int
+    window_end: int
+    """The number of blocks of tokens up to the end of its blocks in windowed groups."""
     sampling: SamplingParams
     lists: TokenLists
     counts: TokenCounts | None
@@ -88,13 +90,23 @@ class RowTable:
     A plan that contradicts the rows is a bug in the scheduler and raises AssertionError.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, hidden_size: int, num_state_slots: int = 0) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        hidden_size: int,
+        num_state_slots: int = 0,
+        num_window_groups: int = 0,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.hidden_size = hidden_size
         self.num_state_slots = num_state_slots
+        self.num_window_groups = num_window_groups
         self._rows: dict[int, Row] = {}
         self._tables: Ids = np.full((16, 16), num_blocks, dtype=np.int64)
+        # Entries before a row's window are ids that nothing depends on.
+        self._window_tables: Ids = np.zeros((num_window_groups, 16, 16), dtype=np.int64)
 
     def __getitem__(self, number: int) -> Row:
         assert number in self._rows, f"the plan names row {number}, which does not exist"
@@ -108,11 +120,14 @@ class RowTable:
         fresh: list[int] = []
         for added in plan.added:
             self._add(added)
-            fresh += added.block_ids[-(-added.num_computed // self.block_size) :]
+            num_known = -(-added.num_computed // self.block_size)
+            fresh += added.block_ids[num_known:]
+            fresh += added.window_ids[max(0, num_known - added.window_start) * self.num_window_groups :]
         for more in plan.blocks:
             row = self[more.row]
             self._extend(row, more.block_ids)
-            fresh += more.block_ids
+            self._extend_windows(row, more.window_ids)
+            fresh += more.block_ids + more.window_ids
         for snapshot in plan.snapshots:
             self._add_snapshot(snapshot)
         return fresh
@@ -122,9 +137,19 @@ class RowTable:
         width = max(row.num_blocks for row in rows)
         return self._tables[[row.number for row in rows], :width]
 
+    def window_tables(self, rows: list[Row]) -> Ids:
+        """Returns the tables of rows in the windowed groups, (groups, R, N), as wide as ``tables``. Ids before a row's
+        window or past its end are undefined, but are those of blocks."""
+        width = max(row.num_blocks for row in rows)
+        return self._window_tables[:, [row.number for row in rows], :width]
+
     def blocks(self, row: Row, begin: int) -> Ids:
         """Returns a row's blocks from index ``begin`` on."""
         return self._tables[row.number, begin : row.num_blocks]
+
+    def window_blocks(self, row: Row, begin: int) -> Ids:
+        """Returns a row's blocks in the windowed groups, (groups, N), from index ``begin`` on."""
+        return self._window_tables[:, row.number, begin : row.window_end]
 
     def _add(self, added: AddedRow) -> None:
         assert added.row not in self._rows, f"the plan adds row {added.row}, which exists"
@@ -141,6 +166,7 @@ class RowTable:
             added.num_prompt_tokens,
             added.num_computed,
             0,
+            added.window_start,
             sampling,
             TokenLists(sampling),
             TokenCounts(added.token_ids, added.num_prompt_tokens) if penalised else None,
@@ -156,6 +182,7 @@ class RowTable:
         )
         self._rows[added.row] = row
         self._extend(row, added.block_ids)
+        self._extend_windows(row, added.window_ids)
         assert row.num_blocks * self.block_size >= row.num_computed, f"row {added.row} has KV outside its blocks"
 
     def _state(self, added: AddedRow) -> RowState | None:
@@ -184,6 +211,17 @@ class RowTable:
         self._tables[row.number, row.num_blocks : end] = block_ids
         row.num_blocks = end
 
+    def _extend_windows(self, row: Row, block_ids: list[int]) -> None:
+        if not block_ids:
+            return
+        assert 0 <= min(block_ids) <= max(block_ids) < self.num_blocks, f"row {row.number} has no such block"
+        assert len(block_ids) % self.num_window_groups == 0, f"row {row.number} lacks blocks of a windowed group"
+        end = row.window_end + len(block_ids) // self.num_window_groups
+        self._grow(row.number + 1, end)
+        of_groups: Ids = np.array(block_ids, dtype=np.int64).reshape(-1, self.num_window_groups).T
+        self._window_tables[:, row.number, row.window_end : end] = of_groups
+        row.window_end = end
+
     def _grow(self, num_rows: int, width: int) -> None:
         have_rows, have_width = self._tables.shape
         if num_rows <= have_rows and width <= have_width:
@@ -193,3 +231,6 @@ class RowTable:
         grown: Ids = np.full(shape, self.num_blocks, dtype=np.int64)
         grown[:have_rows, :have_width] = self._tables
         self._tables = grown
+        of_windows: Ids = np.zeros((self.num_window_groups, *shape), dtype=np.int64)
+        of_windows[:, :have_rows, :have_width] = self._window_tables
+        self._window_tables = of_windows

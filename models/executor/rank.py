@@ -58,6 +58,7 @@ def settled(config: WorkerConfig, facts: WorkerFacts) -> WorkerConfig:
         max_model_len=facts.max_model_len,
         backend=facts.backend,
         stage_layers=facts.stage_layers,
+        frees_windows=facts.num_window_groups > 0,
         measures_steps=False,
     )
 

@@ -71,7 +71,9 @@ class Runner:
         self._waits_for_rows = backend.runs_ahead and backend.needs_tokens
         facts = backend.facts
         self._states = backend.states if facts.num_state_slots else None
-        self._rows = RowTable(facts.num_blocks, facts.block_size, facts.hidden_size, facts.num_state_slots)
+        self._rows = RowTable(
+            facts.num_blocks, facts.block_size, facts.hidden_size, facts.num_state_slots, facts.num_window_groups
+        )
         if controller is not None:
             controller.attach(self._rows)
 
@@ -142,7 +144,12 @@ class Runner:
     ) -> AddedRow:
         """Returns a row of the runner's own."""
         slot = NO_SLOT if self._states is None else number
-        return AddedRow(number, 0, [0] * length, length, 0, blocks, sampling, max_drafts=max_drafts, state_slot=slot)
+        # Its layers overwrite each other's KV, but its results mean nothing.
+        window_ids = [block for block in blocks for _ in range(self._backend.facts.num_window_groups)]
+        return AddedRow(
+            number, 0, [0] * length, length, 0, blocks, sampling,
+            max_drafts=max_drafts, state_slot=slot, window_ids=window_ids,
+        )  # fmt: skip
 
     def _run_drafts(self, num_tokens: int) -> None:
         """Runs a decoding row with ``num_tokens - 1`` drafts."""

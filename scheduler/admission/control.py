@@ -32,7 +32,7 @@ class AdmissionControl:
         facts, num_input = self._context.facts, len(request.prompt_token_ids) + num_injected
         max_tokens = min(request.max_tokens, facts.max_model_len - num_input)
         if num_injected:  # the last output token is never computed: nothing follows it
-            max_tokens = min(max_tokens, facts.num_blocks * facts.block_size + 1 - num_input)
+            max_tokens = min(max_tokens, facts.longest_in_cache + 1 - num_input)
         cap = self._context.config.tenant(request.tenant).max_tokens
         return min(max_tokens, cap) if cap is not None and request.max_tokens_is_default else max_tokens
 
@@ -89,11 +89,11 @@ class AdmissionControl:
             )
         # The last output token is never computed: nothing follows it.
         num_slots = num_prompt_tokens + max(0, max_tokens - 1)
-        if -(-num_slots // facts.block_size) > facts.num_blocks:
+        if facts.groups.num_blocks_for(num_slots) > facts.num_blocks:
             raise Refused(
                 RefusalKind.TOO_LARGE,
                 f"prompt and max_tokens need {num_slots} tokens of KV cache, which holds "
-                f"{facts.num_blocks * facts.block_size}; shorten the prompt or lower max_tokens",
+                f"{facts.longest_in_cache}; shorten the prompt or lower max_tokens",
             )
 
     def check_injection(self, live: RequestState, num_tokens: int) -> None:

@@ -166,7 +166,7 @@ class LatencyPredictor:
 
     def _load(self, ahead: QueuedWork) -> QueueLoad:
         context = self._context
-        running, pool = context.running, context.kv.pool
+        running, pool, num_groups = context.running, context.kv.pool, context.kv.windows.groups.num_groups
         in_flight_s = sum(self._model.predict(work) or 0.0 for work in self._in_flight)
         for sequence in running.prefilling:
             if not sequence.live.forked:  # its other sequences follow as soon as its prompt is computed
@@ -183,8 +183,9 @@ class LatencyPredictor:
             remaining=[sequence.length_limit - sequence.length_bound for sequence in running],
             free_rows=context.max_rows - len(running),
             max_rows=context.max_rows,
-            free_blocks=pool.num_free,
-            num_blocks=pool.num_blocks,
+            # As if every sequence were shorter than its windows.
+            free_blocks=pool.num_free // num_groups,
+            num_blocks=pool.num_blocks // num_groups,
             block_size=self._block_size,
             prefill_kv=sum(
                 (sequence.prefill_end - sequence.num_planned) * (sequence.prefill_end + sequence.num_planned) // 2

@@ -58,6 +58,7 @@ class Scheduler:
             facts.block_size,
             facts.num_host_blocks,
             facts.num_state_slots,
+            facts.groups,
             caches_prefixes=config.enable_prefix_caching,
         )
         context = PlanningContext(self.kv, facts, config, clock)
@@ -108,7 +109,7 @@ class Scheduler:
         if superseded is not None:  # it ends first, and there is always a live request
             self._finish(superseded, EngineFinishReason.SUPERSEDED, "")
         for index in range(request.num_entering):
-            self._planner.enter(self._new_sequence(live, index, (*entry.rank[:3], index), pinned=[]))
+            self._planner.enter(self._new_sequence(live, index, (*entry.rank[:3], index)))
         ttft_s = None
         if entry.prediction is not None:
             ttft_s, live.expected_s = entry.prediction.ttft_s, entry.prediction.total_s
@@ -173,7 +174,7 @@ class Scheduler:
 
     def release(self, block_hashes: Sequence[bytes], tenant: str) -> None:
         """Gives up the KV that is retained under these hashes for contexts of a tenant."""
-        self.kv.pool.give_up(reversed(block_hashes), tenant)
+        self.kv.give_up(block_hashes, tenant)
 
     def explain(self, request_id: str) -> Timeline | None:
         """Returns the timeline of a request that is alive or ended recently."""
@@ -228,14 +229,14 @@ class Scheduler:
             except Exception:
                 logger.exception("request %s: its end could not be reported", request_id)
 
-    def _new_sequence(self, live: RequestState, index: int, rank: Rank, pinned: list[int]) -> SequenceState:
+    def _new_sequence(self, live: RequestState, index: int, rank: Rank) -> SequenceState:
         request = live.request
         hashes = self.kv.first_hashes(request.first_hashes(index))
         # All sequences have the first one's limit, even if the tenant's cap has changed since.
         max_tokens = (
             live.sequences[0].output.max_tokens if live.sequences else self._intake.admission.max_tokens(request)
         )
-        sequence = SequenceState(live, index, rank, hashes, max_tokens, pinned)
+        sequence = SequenceState(live, index, rank, hashes, max_tokens)
         if self._repetition_search is not None:
             self._repetition_search.add_sequence(sequence)
         live.sequences.append(sequence)
@@ -244,11 +245,9 @@ class Scheduler:
     def _fork(self, live: RequestState) -> None:
         """Forks a request whose prompt is computed, or planned: its other sequences share the prompt's full blocks."""
         live.forked = True
-        first, pins_blocks = live.sequences[0], self._planner.states.pins_blocks
-        shared = first.block_ids[: (first.num_prompt_tokens - 1) // self.kv.block_size] if pins_blocks else []
         for index in range(1, live.request.n):
             rank = self._intake.rank(live.request, live.place, index, live.work)
-            self._planner.enter(self._new_sequence(live, index, rank, shared.copy()))
+            self._planner.enter(self._new_sequence(live, index, rank), forked_from=live.sequences[0])
 
     def _finish(self, live: RequestState, reason: EngineFinishReason, message: str) -> None:
         deltas = self._output_processor.cut_short(live, reason)
@@ -274,7 +273,7 @@ class Scheduler:
         context = live.context(reason, self.kv.block_size)
         if context is not None and request.retain_s > 0:
             kind = LeaseKind.AHEAD if request.is_warm_up else LeaseKind.CONTEXT
-            self.kv.pool.retain(context.block_hashes, self._clock() + request.retain_s, request.tenant, kind)
+            self.kv.retain(context.block_hashes, self._clock() + request.retain_s, request.tenant, kind)
         return context
 
     def _report_finished(

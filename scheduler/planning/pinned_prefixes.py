@@ -4,6 +4,7 @@ an injection keep those that they have computed. Does not know rows."""
 from collections.abc import Callable
 
 from penstock.kv.manager import KVCacheManager
+from penstock.kv.window_blocks import WindowTable
 from penstock.scheduler.planning.sequence import SequenceState
 
 
@@ -16,17 +17,20 @@ class PinnedPrefixes:
         self._on_taken = on_taken
         self._sequences: list[SequenceState] = []
 
-    def add_sequence(self, sequence: SequenceState) -> None:
-        """Adds a sequence that begins to wait, with the blocks that it keeps."""
-        if sequence.pinned:
-            self._kv.pool.share(sequence.pinned)
+    def add_sequence(self, sequence: SequenceState, row: SequenceState, num_blocks: int) -> None:
+        """Adds a sequence that begins to wait, and keeps the first blocks of a row: none if the row has given up what
+        windowed groups need of them."""
+        window = self._kv.windows.part(row.window, num_blocks)
+        if window is not None and num_blocks:
+            sequence.pinned, sequence.pinned_window = row.block_ids[:num_blocks], window
+            self._kv.pool.share([*sequence.pinned, *sequence.pinned_window.block_ids])
             self._sequences.append(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
         """Removes a sequence that no longer waits. Does nothing if it keeps no blocks."""
         if sequence.pinned:
-            self._kv.pool.release(sequence.pinned)
-            sequence.pinned = []
+            self._kv.release(sequence.pinned, sequence.pinned_window)
+            sequence.pinned, sequence.pinned_window = [], WindowTable()
             self._sequences.remove(sequence)
 
     def remove_all(self, but: SequenceState | None = None) -> bool:

@@ -19,7 +19,7 @@ from penstock.scheduler.planning.prefill_adder import MAX_OVERTAKEN, PrefillAdde
 from penstock.scheduler.planning.restore_policy import HostTierRestorePolicy
 from penstock.scheduler.planning.row_states import RowStates
 from penstock.scheduler.planning.sequence import RequestState, SequenceState, SequenceStatus
-from penstock.scheduler.planning.step_shares import StepShares
+from penstock.scheduler.planning.step_shares import StepShares, prefill_budget
 from penstock.scheduler.policy import Rank
 from penstock.scheduler.timeline_entry import PreemptionCause, PreemptionDetail, WaitCause
 from penstock.scheduler.timing.step_time import StepTimeModel, StepWork
@@ -62,7 +62,7 @@ class Planner:
         self._make_room()
         num_before, plan = self.counters.preemptions, self._plan()
         # With stages, a row may have been preempted in its turn while others could continue.
-        while plan.is_empty and (self._make_room() or self.counters.preemptions > num_before):
+        while plan.is_empty and (self._make_room() or self.counters.preemptions > num_before or self._free_for_chunk()):
             num_before, plan = self.counters.preemptions, self._plan()
         if plan.is_empty:
             return None
@@ -79,15 +79,17 @@ class Planner:
         budget = self._context.budget - len(plan.decodes)
         chunked: list[SequenceState] = []
         if self.running.prefilling or len(self.waiting):
-            chunked = self._plan_chunks(plan, self._prefill_budget(plan, budget), shares)
+            chunked = self._plan_chunks(plan, budget, shares)
         if drafting:
             self._plan_drafts(plan, drafting, budget - sum(chunk.end - chunk.start for chunk in plan.chunks), shares)
         self._close(plan, chunked)
         return plan
 
-    def enter(self, sequence: SequenceState) -> None:
+    def enter(self, sequence: SequenceState, forked_from: SequenceState | None = None) -> None:
         """Puts a new sequence into the queue. A forked one keeps its blocks of the prompt while it waits."""
-        self._pinned.add_sequence(sequence)
+        if forked_from is not None and self.states.pins_blocks:
+            num_shared = (forked_from.num_prompt_tokens - 1) // self.kv.block_size
+            self._pinned.add_sequence(sequence, forked_from, num_shared)
         self.waiting.put(sequence)
 
     def retire(self, sequence: SequenceState) -> None:
@@ -104,8 +106,7 @@ class Planner:
         """Takes a sequence out of its row, to wait with the blocks that it has computed; without them if it is held, or
         has a recurrent state."""
         if self.states.pins_blocks and not sequence.live.held:
-            sequence.pinned = sequence.block_ids[: sequence.num_computed // self.kv.block_size]
-            self._pinned.add_sequence(sequence)
+            self._pinned.add_sequence(sequence, sequence, sequence.num_computed // self.kv.block_size)
         self._leave(sequence)
         sequence.state = SequenceStatus.WAITING
         self.waiting.put(sequence)
@@ -240,7 +241,7 @@ class Planner:
         num_slots = sequence.length_bound + num_drafts
         if num_slots <= sequence.capacity:
             return num_drafts
-        num_new = self.kv.num_blocks_for(num_slots) - len(sequence.block_ids)
+        num_new = (self.kv.num_blocks_for(num_slots) - len(sequence.block_ids)) * self.kv.windows.groups.num_groups
         if num_new + len(self.running) <= self.kv.pool.num_free and self._grow(plan, sequence, num_slots, deque()):
             return num_drafts
         return sequence.capacity - sequence.length_bound
@@ -249,8 +250,11 @@ class Planner:
         """Gives a row the blocks that it needs, preempting other rows for them; returns False if the row was the last
         and was preempted itself. ``unplanned``: the decoding rows that are not in the plan yet; those that are
         preempted are removed from it."""
-        num_blocks = self.kv.num_blocks_for(num_slots)
-        while (new := self.kv.grow(sequence.block_ids, num_blocks)) is None:
+        num_blocks, window = self.kv.num_blocks_for(num_slots), sequence.window
+        # If a mask is late, the last token of a history is computed again.
+        self.kv.windows.pass_blocks(window, max(sequence.num_computed, sequence.prefill_end - 1))
+        num_of_window = len(window.block_ids)
+        while (new := self.kv.grow(sequence.block_ids, num_blocks, window)) is None:
             if self._pinned.remove_all():
                 continue
             victim = self._preemption.victim_for_decode(sequence, unplanned)
@@ -261,7 +265,7 @@ class Planner:
             if victim is sequence:
                 return False
         sequence.capacity = num_blocks * self.kv.block_size
-        plan.blocks.append(RowBlocks(sequence.row, new))
+        plan.blocks.append(RowBlocks(sequence.row, new, window.block_ids[num_of_window:]))
         return True
 
     def _preempt(self, sequence: SequenceState, why: PreemptionDetail) -> None:
@@ -278,27 +282,14 @@ class Planner:
         self.running.remove(sequence)
         self.kv.retract(sequence, sequence.hashes[sequence.num_published :])
         self.states.end_row(sequence)
-        self.kv.pool.release(sequence.block_ids)
+        self.kv.release(sequence.block_ids, sequence.window)
         self.rows.free_row(sequence.row)
         sequence.leave_row()
-
-    def _prefill_budget(self, plan: StepPlan, budget: int) -> int:
-        """Returns the step's budget for chunks, limited so that decoding rows in the same step are not delayed too
-        much."""
-        if not plan.decodes or not budget:
-            return budget
-        context = self.running.prefilling[0].num_planned if self.running.prefilling else 0
-        num_decodes, decode_kv = len(plan.decodes), self._context.decode_kv
-        targets = {row.live.request.target_itl_s for row in self.running.decoding}
-        if None in targets:
-            default_s = self._context.config.target_itl_s
-            budget = self._model.max_prefill(num_decodes, decode_kv, context, default_s, budget)
-        own = [target_s for target_s in targets if target_s is not None]
-        return self._model.max_prefill(num_decodes, decode_kv, context, min(own), budget) if own else budget
 
     def _plan_chunks(self, plan: StepPlan, budget: int, shares: StepShares | None) -> list[SequenceState]:
         """Plans chunks of histories, in order; returns the sequences that got one."""
         chunked: list[SequenceState] = []
+        budget = prefill_budget(self._context, self._model, len(plan.decodes), budget)
         if not budget:
             self._record_spent()
             return chunked
@@ -316,7 +307,14 @@ class Planner:
             if shares is not None:
                 decodes = StepWork(0, 0, len(plan.decodes), self._context.decode_kv)
                 most = shares.take_chunk(sequence, budget, decodes, self._model)
-            budget -= self._plan_chunk(plan, sequence, most)
+            end = min(sequence.num_planned + most, sequence.prefill_end)
+            new, end = self.kv.windows.hold_chunk(sequence.window, end)
+            if new:
+                plan.blocks.append(RowBlocks(sequence.row, [], new))
+            if end == sequence.num_planned:
+                this_round.is_over = True  # no other row gets the blocks that it lacks
+                continue
+            budget -= self._plan_chunk(plan, sequence, end)
             chunked.append(sequence)
             if shares is not None and shares.has_its_chunks(tenant):
                 this_round.tenants_over.add(tenant)
@@ -336,9 +334,8 @@ class Planner:
         prefilling = self.running.prefilling
         return sorted(prefilling, key=self.waiting.order) if self.waiting.by_turns else prefilling.copy()
 
-    def _plan_chunk(self, plan: StepPlan, sequence: SequenceState, budget: int) -> int:
+    def _plan_chunk(self, plan: StepPlan, sequence: SequenceState, end: int) -> int:
         start = sequence.num_planned
-        end = min(start + budget, sequence.prefill_end)
         plan.chunks.append(Chunk(sequence.row, start, end))
         num_sampled = int(end == sequence.prefill_end and not sequence.is_pooled)
         sequence.num_planned = end
@@ -354,6 +351,7 @@ class Planner:
         """Completes the plan. Later plans may read the KV that its chunks compute, but the plan itself may not."""
         for sequence in chunked:
             self.publish(sequence, sequence.num_planned // self.kv.block_size)
+            self.kv.windows.pass_blocks(sequence.window, sequence.num_planned - 1)
             if sequence.num_planned == sequence.prefill_end:
                 self.running.promote(sequence)
                 if not sequence.is_pooled:
@@ -368,13 +366,25 @@ class Planner:
         kv.extend_hashes(sequence.hashes, sequence.token_ids, num_full, sequence.live.request.hash_salt)
         start, sequence.num_published = sequence.num_published, num_full
         origin = sequence.live.origin
-        kv.publish(sequence.block_ids, sequence.hashes, start, num_full, sequence.token_ids, origin)
+        kv.publish(sequence.block_ids, sequence.hashes, start, num_full, sequence.token_ids, origin, sequence.window)
         if sequence.state is SequenceStatus.PREFILLING:
             kv.retract(sequence, sequence.hashes[start:num_full])
 
     def would_make_room(self, tenant: str, rank: Rank) -> bool:
         """Returns whether a request that arrives now would get the row and the blocks of a running one."""
         return not self.waiting.num_own_ahead(tenant, rank) and self._preemption.would_make_room(tenant, rank)
+
+    def _free_for_chunk(self) -> bool:
+        """Gives blocks of windowed groups to histories of which an empty plan computes nothing for lack of them;
+        returns False if none lacks them, or if there is no row to preempt."""
+        if not self.running.prefilling or not self.kv.windows.groups.num_windowed:
+            return False
+        if self._pinned.remove_all():
+            return True
+        victim, first = self._preemption.victim_for_chunk(), self._behind()[0]
+        if victim is not None:
+            self._preempt(victim, PreemptionDetail(PreemptionCause.BLOCKS, first.live.request.request_id))
+        return victim is not None
 
     def _make_room(self) -> bool:
         """Preempts a row for a waiting sequence that finds no room; returns False if there is none to preempt."""

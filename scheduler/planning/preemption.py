@@ -55,7 +55,7 @@ class PreemptionPolicy:
     def _blocks_held(self) -> Counter[TenantUse]:
         held = Counter[TenantUse]()
         for sequence in self._running:
-            held[sequence.live.tenant] += len(sequence.block_ids)
+            held[sequence.live.tenant] += len(sequence.held_blocks)
         return held
 
     def victim_for_decode(self, needy: SequenceState, unplanned: Iterable[SequenceState]) -> SequenceState:
@@ -67,6 +67,16 @@ class PreemptionPolicy:
         own = self._order(needy)
         later = [row for row in chain(running.prefilling, unplanned) if self._order(row) > own]
         return self._cheapest(self._last(later)) if later else needy
+
+    def victim_for_chunk(self) -> SequenceState | None:
+        """Returns the row whose blocks go to histories of which nothing can be computed for lack of them; None if some
+        will be free without that, or if there is no row to spare."""
+        running = self._running
+        if running.held:
+            return self._cheapest(running.held)
+        if running.decoding or len(running.prefilling) < 2:
+            return None
+        return max(running.prefilling, key=self._order)
 
     @property
     def makes_room(self) -> bool:
@@ -94,7 +104,7 @@ class PreemptionPolicy:
             return self._cheapest(self._running.held)
         inferior = self._after(sequence, num_blocks)
         pool = self._kv.pool
-        if not inferior or pool.num_free + pool.num_freed(other.block_ids for other in inferior) < num_blocks:
+        if not inferior or pool.num_free + pool.num_freed(other.held_blocks for other in inferior) < num_blocks:
             return None
         return self._cheapest(self._last(inferior))
 
@@ -137,8 +147,8 @@ class PreemptionPolicy:
 
     def _num_lost(self, sequence: SequenceState) -> int:
         """Returns the number of blocks that a row may have to compute again: those that it shares with no other row.
-        With recurrent layers, it begins after a saved state. So the number is twice the mean of what it computes again
-        if all of these blocks are evicted, and if none is."""
+        With recurrent layers, it begins after a saved state, and with windows where they are found. So the number is
+        twice the mean of what it computes again if all of these blocks are evicted, and if none is."""
         kv, num_blocks = self._kv, len(sequence.block_ids)
         num_shared = num_blocks - kv.pool.num_unshared(sequence.block_ids)
         return sum(num_blocks - kv.num_usable(sequence.hashes, num) for num in (num_shared, num_blocks))

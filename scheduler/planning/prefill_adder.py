@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from penstock.kv.window_blocks import WindowTable
 from penstock.scheduler.plan import AddedRow, StepPlan
 from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.pinned_prefixes import PinnedPrefixes
@@ -45,10 +46,13 @@ class CachedPrefix(NamedTuple):
 
     block_ids: list[int]
     """Its blocks on the device."""
+    window: WindowTable
+    """What the windowed groups need of it."""
     restored: Sequence[bytes] = ()
     """The hashes of the blocks after them, to copy back."""
     num_found: int = 0
-    """The number of blocks with KV. Without a saved state at the end, a row begins after fewer."""
+    """The number of blocks with KV. Without a saved state at the end, or without what windows see from there, a row
+    begins after fewer."""
 
     @property
     def num_blocks(self) -> int:
@@ -147,16 +151,21 @@ class PrefillAdder:
 
     def num_blocks_for(self, sequence: SequenceState) -> int:
         """Returns the number of free blocks that a sequence with nothing cached needs."""
-        return self._kv.num_blocks_for(len(sequence.token_ids)) + self._reserved_blocks
+        return self._kv.windows.groups.num_blocks_for(len(sequence.token_ids)) + self._reserved_blocks
 
     def num_missing_for(self, sequence: SequenceState) -> int:
         """Returns the number of free blocks that a sequence needs, beside those that it shares with running rows."""
         if not sequence.reads_cache:
             return self.num_blocks_for(sequence)
-        prefix = sequence.pinned or self._kv.find_prefix(sequence.hashes, len(sequence.token_ids))
-        if not sequence.pinned:
-            prefix = prefix[: self._kv.num_usable(sequence.hashes, len(prefix))]
-        return self.num_blocks_for(sequence) - sum(map(self._kv.pool.is_held, prefix))
+        kv, hashes, num_tokens = self._kv, sequence.hashes, len(sequence.token_ids)
+        prefix, window = sequence.pinned, sequence.pinned_window
+        if not prefix:
+            prefix = kv.find_prefix(hashes, num_tokens)
+            prefix = prefix[: kv.num_usable(hashes, len(prefix))]
+            window = kv.windows.find(hashes, len(prefix))
+        num_held = sum(kv.pool.is_held(block) for block in (*prefix, *window.block_ids) if block >= 0)
+        num_of_window = len(window.block_ids) + kv.windows.num_ahead(len(prefix), num_tokens)
+        return kv.num_blocks_for(num_tokens) + num_of_window + self._reserved_blocks - num_held
 
     def _is_blocked(self, sequence: SequenceState) -> bool:
         """Returns whether something other than room keeps the sequence from beginning. Later sequences need not wait
@@ -194,9 +203,9 @@ class PrefillAdder:
     def _prefix(self, sequence: SequenceState) -> CachedPrefix | None:
         """Returns what is cached of the history's beginning; None if it is better to wait for more."""
         if sequence.pinned:
-            return CachedPrefix(sequence.pinned)
+            return CachedPrefix(sequence.pinned, sequence.pinned_window)
         if not sequence.reads_cache:
-            return CachedPrefix([])
+            return CachedPrefix([], WindowTable())
         kv = self._kv
         num_tokens = len(sequence.token_ids)
         salt = sequence.live.request.hash_salt
@@ -204,7 +213,9 @@ class PrefillAdder:
         prefix = kv.find_prefix(sequence.hashes, num_tokens)
         restored = self._restore_policy.find(sequence.hashes, len(prefix), num_tokens)
         num_found = len(prefix) + len(restored)
-        awaited = kv.last_pending(sequence.hashes, num_found, num_tokens)
+        # Blocks of group 0 that are found are of no use without their windows, which another row may compute again.
+        num_whole = kv.windows.num_usable(sequence.hashes, num_found)
+        awaited = kv.last_pending(sequence.hashes, num_whole, num_tokens)
         if awaited is None:
             awaited = self._states.last_coming(sequence, num_found)
         if awaited is not None:
@@ -213,23 +224,26 @@ class PrefillAdder:
             if may_follow(sequence.rank, leader.rank, sequence.live.request.first_token_target):
                 self._states.request(leader, sequence, awaited)
             else:  # it computes the prefix itself, and others wait for it
-                kv.retract(leader, sequence.hashes[num_found:])
+                kv.retract(leader, sequence.hashes[num_whole:])
                 awaited = None
         sequence.awaited_hash = awaited
         if awaited is not None:
             return None
         num_usable = kv.num_usable(sequence.hashes, num_found)
-        return CachedPrefix(prefix[:num_usable], restored[: max(0, num_usable - len(prefix))], num_found)
+        window = kv.windows.find(sequence.hashes, num_usable)
+        return CachedPrefix(prefix[:num_usable], window, restored[: max(0, num_usable - len(prefix))], num_found)
 
     def _allocate(self, sequence: SequenceState, found: CachedPrefix) -> list[int] | None:
-        prefix, restored = found.block_ids, found.restored
+        prefix, restored, window = found.block_ids, found.restored, found.window
         num_tokens, owner = len(sequence.token_ids), sequence.live.request.tenant
-        reserve = self._reserved_blocks if len(self._running) else 0
-        block_ids = self._kv.allocate(prefix, num_tokens, reserve, restored, owner)
+        # The row gets the blocks of windowed groups with its chunks.
+        num_ahead = self._kv.windows.num_ahead(found.num_blocks, num_tokens)
+        reserve = num_ahead + (self._reserved_blocks if len(self._running) else 0)
+        block_ids = self._kv.allocate(prefix, num_tokens, reserve, restored, owner, window)
         if len(self._running):
             return block_ids
         if block_ids is None and self._pinned.remove_all(but=sequence):
-            block_ids = self._kv.allocate(prefix, num_tokens, 0, restored, owner)
+            block_ids = self._kv.allocate(prefix, num_tokens, num_ahead, restored, owner, window)
         assert block_ids is not None, "a request that fits alone finds no room although nothing runs"
         return block_ids
 
@@ -251,7 +265,7 @@ class PrefillAdder:
             sampling = replace(sampling, min_tokens=sampling.min_tokens + sequence.num_injected)
         state_slot, state_source = self._states.start_row(sequence, num_cached_blocks, prefix.num_found)
         row, epoch = self._context.rows.allocate_row(sequence)
-        sequence.start_row(row, epoch, block_ids, num_cached_blocks, self._kv.block_size)
+        sequence.start_row(row, epoch, block_ids, prefix.window, num_cached_blocks, self._kv.block_size)
         num_missed = max(0, prefix.num_found - num_cached_blocks) * self._kv.block_size
         live.timeline.began(sequence.index, plan.step, num_cached, num_missed)
         self._running.add_sequence(sequence)
@@ -273,5 +287,7 @@ class PrefillAdder:
                 state_slot,
                 state_source,
                 0 if live.request.adapter is None else live.request.adapter.slot,
+                prefix.window.start,
+                prefix.window.block_ids.copy(),
             )
         )

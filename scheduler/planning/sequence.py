@@ -18,6 +18,7 @@ from enum import Enum, auto
 import msgspec
 
 from penstock.kv.events import BlockOrigin
+from penstock.kv.window_blocks import WindowTable
 from penstock.scheduler.plan import Decode, PromptLogprobsPart, SamplingParams
 from penstock.scheduler.planning.output_buffer import OutputBuffer, new_output
 from penstock.scheduler.planning.tenants import TenantUse
@@ -160,8 +161,10 @@ class SequenceState:
     hashes: list[bytes]
     """Hashes of the history's full blocks, up to the last one needed so far; empty with the cache off."""
     max_tokens: InitVar[int]
-    pinned: list[int]
+    pinned: list[int] = field(default_factory=list)
     """Blocks of the prompt that a forked sequence keeps until it runs."""
+    pinned_window: WindowTable = field(default_factory=WindowTable)
+    """Those of the windowed groups."""
 
     sampling: SamplingParams = field(init=False)
     state: SequenceStatus = SequenceStatus.WAITING
@@ -220,6 +223,8 @@ class SequenceState:
     decode: Decode = field(init=False)
     """The plan's entry that continues the row by one token; the same object every time, to save time."""
     block_ids: list[int] = field(default_factory=list)
+    window: WindowTable = field(default_factory=WindowTable)
+    """The blocks of the windowed groups."""
     capacity: int = 0
     """The number of positions in ``block_ids``."""
     num_computed: int = 0
@@ -256,13 +261,28 @@ class SequenceState:
         return self.num_prompt_tokens + self.num_injected
 
     @property
+    def held_blocks(self) -> list[int]:
+        """The blocks of all groups that it has in its row, or keeps while it waits."""
+        if self.row < 0:
+            return [*self.pinned, *self.pinned_window.block_ids]
+        return [*self.block_ids, *self.window.block_ids] if self.window.block_ids else self.block_ids
+
+    @property
     def reads_cache(self) -> bool:
         """Whether its row may begin after a cached prefix."""
         return not (self.index == 0 and self.live.wants_prompt_logprobs) and (
             not self.is_pooled or self.live.request.reads_cache
         )
 
-    def start_row(self, row: int, epoch: int, block_ids: list[int], num_cached_blocks: int, block_size: int) -> None:
+    def start_row(
+        self,
+        row: int,
+        epoch: int,
+        block_ids: list[int],
+        window: WindowTable,
+        num_cached_blocks: int,
+        block_size: int,
+    ) -> None:
         """Begins a row, with KV in its first blocks."""
         assert self.state is SequenceStatus.WAITING
         assert not self.in_flight, "a row begins again before the result of its newest plan"
@@ -272,6 +292,7 @@ class SequenceState:
         self.row, self.epoch = row, epoch
         self.decode = Decode(row, 1)
         self.block_ids = block_ids
+        self.window = window
         self.capacity = len(block_ids) * block_size
         self.num_computed = self.num_planned = num_cached_blocks * block_size
         self.num_published = num_cached_blocks
@@ -316,7 +337,7 @@ class SequenceState:
         self.length_bound = len(self.token_ids)
         self.awaited_hash = None
         self.num_free_at_last_try = -1
-        self.pinned = []
+        self.pinned, self.pinned_window = [], WindowTable()
         self.leave_row()
         self.state = SequenceStatus.WAITING
 
@@ -324,6 +345,7 @@ class SequenceState:
         """Leaves the row and its blocks. Tokens in flight still count."""
         self.row = -1
         self.block_ids = []
+        self.window = WindowTable()
         self.capacity = 0
         self.complete_from = None
         self.num_computed = self.num_planned = self.num_published = 0

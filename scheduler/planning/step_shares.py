@@ -10,6 +10,7 @@ prolong the steps of a GPU, so they rarely sit out there.
 import math
 from collections.abc import Iterable
 
+from penstock.scheduler.planning.context import PlanningContext
 from penstock.scheduler.planning.sequence import SequenceState
 from penstock.scheduler.planning.tenants import TenantUse
 from penstock.scheduler.timing.step_time import DecodeCosts, StepTimeModel, StepWork
@@ -20,6 +21,19 @@ MIN_SHARE_S = 0.015
 """The time that its rows and chunks together may always add: a prompt that is cut into many chunks costs more."""
 MAX_SAVED_S = 0.015
 """What a tenant may take beyond its share, if it left as much of its share of earlier steps."""
+
+
+def prefill_budget(context: PlanningContext, model: StepTimeModel, num_decodes: int, budget: int) -> int:
+    """Returns a step's budget for chunks, limited so that ``num_decodes`` decoding rows are not delayed too much."""
+    if not num_decodes or not budget:
+        return budget
+    running, decode_kv = context.running, context.decode_kv
+    length = running.prefilling[0].num_planned if running.prefilling else 0
+    targets = {row.live.request.target_itl_s for row in running.decoding}
+    if None in targets:
+        budget = model.max_prefill(num_decodes, decode_kv, length, context.config.target_itl_s, budget)
+    own = [target_s for target_s in targets if target_s is not None]
+    return model.max_prefill(num_decodes, decode_kv, length, min(own), budget) if own else budget
 
 
 class StepShares:

@@ -59,6 +59,9 @@ class FakeRow:
     num_prompt_tokens: int
     num_computed: int
     block_ids: list[int]
+    window_start: int
+    window_ids: list[int]
+    """The blocks of windowed groups, as ``AddedRow`` has them; earlier ones stay, though they belong to others."""
     sampling: SamplingParams
     pooling: Pooling | None = None
     max_drafts: int = 0
@@ -85,6 +88,9 @@ class Slots:
 
     def grow(self, row: FakeRow, block_ids: Sequence[int]) -> None:
         """Gives new blocks to a row."""
+
+    def grow_window(self, row: FakeRow, block_ids: Sequence[int]) -> None:
+        """Gives new blocks of windowed groups to a row."""
 
     def end(self, row: FakeRow) -> None:
         """Releases a row's blocks."""
@@ -238,6 +244,8 @@ class FakeWorker:
             row = self._rows[more.row]
             self._slots.grow(row, more.block_ids)
             row.block_ids += more.block_ids
+            self._slots.grow_window(row, more.window_ids)
+            row.window_ids += more.window_ids
         numbers = [chunk.row for chunk in plan.chunks] + [decode.row for decode in plan.decodes]
         if len(set(numbers)) != len(numbers):
             raise BrokenPlan("a row is named twice in a step")
@@ -275,6 +283,8 @@ class FakeWorker:
             added.num_prompt_tokens,
             added.num_computed,
             added.block_ids.copy(),
+            added.window_start,
+            added.window_ids.copy(),
             added.sampling,
             added.pooling,
             added.max_drafts,

@@ -387,6 +387,7 @@ def _worker_config(
         kv_cache_dtype=config.kv_cache_dtype,
         deterministic=config.deterministic,
         attention_backend=config.attention_backend,
+        frees_windows=True,
         max_loras=config.num_adapter_slots,
         max_lora_rank=config.max_lora_rank,
         log_level=config.log_level,

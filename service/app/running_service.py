@@ -134,7 +134,7 @@ class RunningService:
 
     def _new_request_context(self, formats: AnswerFormats, telemetry: Telemetry) -> RequestContext:
         config, engine, facts = self._config, self._engine, self._facts
-        max_sequence_tokens = min(facts.max_model_len, facts.num_blocks * facts.block_size)
+        max_sequence_tokens = min(facts.max_model_len, facts.longest_in_cache)
         conversations = ContextStore(config.conversation_ttl_s, config.conversation_tokens)
         request_builder = RequestBuilder(
             self._validator,

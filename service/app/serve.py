@@ -235,7 +235,11 @@ def describe(facts: WorkerFacts, config: SchedulerConfig, speculation: Speculati
         on, each = f"{len(facts.stage_layers)} stages of {layers} layers{place}", " on the first rank"
     if parts:
         on = f"{on} ({', '.join(parts)}{each})"
-    host_tokens = facts.num_host_blocks * facts.block_size
+    longest = ""
+    if facts.num_window_groups:
+        in_longest = facts.num_blocks * facts.max_model_len // facts.groups.num_blocks_for(facts.max_model_len)
+        longest = f", or {in_longest:,} in sequences of {facts.max_model_len:,},"
+    host_tokens = facts.num_host_blocks // facts.groups.num_groups * facts.block_size
     evicted = f"; {host_tokens:,} tokens more in host memory" if host_tokens else ""
     drafts = ""
     if speculation is not None:
@@ -247,7 +251,7 @@ def describe(facts: WorkerFacts, config: SchedulerConfig, speculation: Speculati
         f"context {facts.max_model_len:,}\n"
         f"backend {facts.backend} on {on}, steps of at most {config.max_rows(facts):,} sequences and "
         f"{config.token_budget(facts):,} tokens\n"
-        f"KV cache of {facts.num_blocks * facts.block_size:,} tokens in {facts.kv_cache_dtype}, "
+        f"KV cache of {facts.num_kv_tokens:,} tokens{longest} in {facts.kv_cache_dtype}, "
         f"{facts.kv_bytes / _MIB:,.0f} MiB{each}{evicted}{drafts}"
     )
 

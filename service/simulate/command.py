@@ -201,7 +201,7 @@ def _settings(service: SimulatedService) -> dict[str, Any]:
         "pipeline_parallel_size": service.stages,
         "routing": service.routing.value,
         "rate": service.rate,
-        "kv_cache_tokens": service.facts.num_blocks * service.facts.block_size,
+        "kv_cache_tokens": service.facts.num_kv_tokens,
         "max_model_len": service.facts.max_model_len,
         **limits,
         "policy": service.limits.policy.value,

@@ -51,7 +51,7 @@ class SimulatedService:
         stages = "" if self.stages == 1 else f" in {self.stages} stages"
         replicas = f"{self.replicas} replica{'' if self.replicas == 1 else 's'}{stages}"
         rows, tokens = self.limits.max_rows(self.facts), self.limits.token_budget(self.facts)
-        kv = f"a KV cache of {self.facts.num_blocks * self.facts.block_size:,} tokens"
+        kv = f"a KV cache of {self.facts.num_kv_tokens:,} tokens"
         faster = "" if self.rate == 1 else f", {self.rate:g} times the rate"
         steps = f"steps of at most {rows:,} sequences and {tokens:,} tokens"
         return f"{replicas}, {steps}, {kv}, {self.limits.policy.value}{faster}"
@@ -136,7 +136,9 @@ SETTINGS: Mapping[str, Setting] = {
     "max-num-batched-tokens": Setting(whole_number(1, 1 << 20), _limited("max_num_batched_tokens")),
     KV_TOKENS: Setting(
         whole_number(1, MAX_KV_TOKENS),
-        lambda service, value: _with_facts(service, num_blocks=max(1, value // service.facts.block_size)),
+        lambda service, value: _with_facts(
+            service, num_blocks=max(1, value // service.facts.block_size) * service.facts.groups.num_groups
+        ),
     ),
     "scheduling-policy": Setting(_policy, lambda service, value: _with_limits(service, policy=value)),
     "target-itl": Setting(

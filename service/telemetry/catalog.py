@@ -92,7 +92,7 @@ INSTRUMENTS = (
     Instrument("penstock.kv.usage", GAUGE, "1", lambda now: now.stats.kv_usage,
                "Share of the KV cache's blocks that rows hold; evictable cache does not count."),
     Instrument("penstock.kv.blocks", GAUGE, "{block}", lambda now: now.facts.num_blocks,
-               "All blocks of the KV cache."),
+               "All blocks of the KV cache. Layers with a window may have blocks of their own."),
     Instrument("penstock.kv.cached_blocks", GAUGE, "{block}", lambda now: now.stats.cached_blocks,
                "Blocks that no row holds and that a prefix lookup can find."),
     Instrument("penstock.kv.retained_blocks", GAUGE, "{block}", lambda now: now.stats.retained_blocks,

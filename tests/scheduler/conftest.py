@@ -285,7 +285,7 @@ class World:
         running = list(planner.running)
         waiting = list(planner.waiting.in_order())
         pinned = [sequence for sequence in waiting if sequence.pinned]
-        self.scheduler.kv.check([sequence.block_ids or sequence.pinned for sequence in [*running, *pinned]])
+        self.scheduler.kv.check([sequence.held_blocks for sequence in [*running, *pinned]])
         assert Counter(map(id, planner._pinned._sequences)) == Counter(map(id, pinned))
         assert not self.facts.num_state_slots or set(self.scheduler.kv.states._rows) == set(running)
         rows = planner.running

@@ -64,8 +64,10 @@ class CpuBackend(SynchronousBackend):
         outputs = BatchOutputs(batch, self._sampling, self._num_logits)
         features = Features(batch, self.facts.hidden_size) if batch.feature_layers else None
         tables = np.ascontiguousarray(batch.tables)
+        windows = np.ascontiguousarray(batch.window_tables) if self.facts.num_window_groups else tables[:0]
         states = StepStates.of_batch(batch) if batch.states else None
         step = Step(**batch_fields(batch, tables), **outputs.fields, **(features.fields if features else {}))
+        step.window_tables, step.num_window_groups, step.window = address(windows), len(windows), self.facts.window
         if states is not None:
             step.states = states.rows
         slots = batch.adapters if self._adapters is not None else None  # a draft model's rows may have some

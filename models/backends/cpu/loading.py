@@ -14,6 +14,7 @@ from penstock.models.backends.cpu.recurrent import slot_floats
 from penstock.models.backends.cpu.sizes import StorageFormats, block_bytes, max_weight_bytes
 from penstock.models.backends.cpu.stage_limits import arithmetic
 from penstock.models.backends.cpu.weights import DummyTensors, FileTensors, Tensors, is_kept
+from penstock.models.backends.kv_groups import divide_layers
 from penstock.models.backends.memory import (
     CacheSizes,
     allocated,
@@ -78,6 +79,7 @@ class ModelLoading:
             )
         self.formats = _formats(config, info, self.dtype, self.quantization)
         self.max_model_len = context_of(config, self.spec)
+        self.groups = divide_layers(config, self.spec)
         self.state_bytes = 4 * slot_floats(self.spec)
         kernels = find_kernels()
         assert kernels is not None, "every machine runs the generic kernels"
@@ -94,8 +96,9 @@ class ModelLoading:
         tensors: Tensors = DummyTensors() if config.load_format == "dummy" else FileTensors(self.info)
         try:
             model = load_model(
-                spec, self.formats, tensors, self.library, self.kernels, max_bytes, num_logits, config.block_size, part
-            )
+                spec, self.formats, tensors, self.library, self.kernels, max_bytes, num_logits, config.block_size,
+                part, self.groups,
+            )  # fmt: skip
         except MemoryError as error:
             raise ModelError(
                 f"{spec.architecture}: its weights of {max_bytes >> 20} MiB cannot be allocated on cpu: choose a "
@@ -121,7 +124,8 @@ class ModelLoading:
     def cache_sizes(self, part: ModelPart) -> CacheSizes:
         """Returns how many KV blocks and recurrent states this process has room for, once its weights are loaded.
         Raises ModelError."""
-        return cache_sizes(self.config, self._block_bytes(part), self.state_bytes, self.max_model_len)
+        groups = self.groups.in_blocks(self.config)
+        return cache_sizes(self.config, self._block_bytes(part), self.state_bytes, self.max_model_len, groups=groups)
 
     def allocate_pages(self, part: ModelPart, num_blocks: int) -> Memory:
         """Allocates the KV pages of a part's layers. Raises ModelError."""
@@ -152,7 +156,7 @@ class ModelLoading:
         has_integers = self.quantization in ("int8", "int4") or any(is_kept(each.scheme) for each in quantized)
         budget = _default_budget(self.spec, instruction_set, self.config.num_threads, has_integers=has_integers)
         return WorkerFacts(
-            **shared_facts(self.config, self.info, num_blocks, budget, num_state_slots),
+            **shared_facts(self.config, self.info, num_blocks, budget, num_state_slots, self.groups),
             state_bytes=self.state_bytes,
             backend="cpu",
             dtype=self.dtype,
@@ -187,7 +191,7 @@ class ModelLoading:
         return work_of(spec, sizes), PartWork(panel_bytes * spec.vocab_size / LANES, head_parameters)
 
     def _block_bytes(self, part: ModelPart) -> int:
-        return block_bytes(self.spec, self.formats.kv, self.config.block_size, part)
+        return block_bytes(self.spec, self.formats.kv, self.config.block_size, part, self.groups)
 
 
 def _start_threads(config: WorkerConfig) -> Library:

@@ -41,6 +41,7 @@ from penstock.models.backends.cpu.weights import (
     narrowed,
     widened,
 )
+from penstock.models.backends.kv_groups import KvGroups, one_group
 from penstock.models.backends.pipeline_parallel import ModelPart
 from penstock.models.checkpoint.draft_head import FC, HeadSpec
 from penstock.models.checkpoint.mtp import EMBEDDING_NORM, MtpSpec
@@ -89,10 +90,11 @@ def load_model(
     num_logits: int,
     block_size: int,
     part: ModelPart | None = None,
+    groups: KvGroups | None = None,
 ) -> CpuModel:
-    """Packs the weights of a part, by default of all, into ``max_bytes``, the result of ``max_weight_bytes``. Raises
-    ModelError and MemoryError."""
-    part = part or ModelPart.whole(spec)
+    """Packs the weights of a part, by default of all, into ``max_bytes``, the result of ``max_weight_bytes``. Layers
+    have KV in ``groups``, by default in one. Raises ModelError and MemoryError."""
+    part, groups = part or ModelPart.whole(spec), groups or one_group(spec)
     memory = library.memory(max_bytes)
     packer = Packer(library, kernels, tensors, formats.weights, memory.address, memory.address + memory.num_bytes)
     ropes = list(dict.fromkeys(spec.rotations))
@@ -107,12 +109,12 @@ def load_model(
         # The largest matrices go first: while a matrix is packed, its file's pages count as this process's memory.
         _add_ends(packer, spec, formats, model)
     kept: list[object] = []
-    layouts, rotations = kv_layouts(spec, formats.kv, part), spec.rotations
+    layouts, rotations = kv_layouts(spec, formats.kv, part, groups), spec.rotations
     layers = (DecoderLayer * len(part.layers))(*(_layer(packer, spec.at(index), index, kept) for index in part.layers))
     for layer, index, (layout, offset) in zip(layers, part.layers, layouts, strict=True):
-        layer.kv, layer.kv_offset = layout, offset
+        layer.kv, layer.kv_offset, layer.kv_group = layout, offset, groups.of_layers[index]
         layer.rope = ropes.index(rotations[index])
-    model.kernels = ctypes.pointer(kernels)
+    model.kernels, model.page_bytes = ctypes.pointer(kernels), layouts[0][0].page_bytes
     model.num_ropes, model.ropes = len(ropes), ctypes.addressof(rope_array)
     model.layers = ctypes.addressof(layers)
     if isinstance(spec, HeadSpec):
@@ -188,7 +190,6 @@ def _without_weights(
         logit_scale=spec.logit_scale,
         logit_soft_cap=spec.logit_soft_cap or 0.0,
         embedding_format=formats.table,
-        page_bytes=kv_layouts(spec, formats.kv, part)[0][0].page_bytes,
         state_floats=slot_floats(spec),
     )
 

@@ -8,6 +8,7 @@ from penstock.kernels.cpu.bindings import LANES, Kernels, KvLayout, StorageForma
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.cpu.latent import KV_B, kv_b_bytes, num_kv_groups
 from penstock.models.backends.cpu.weights import ALIGNMENT, group_made, is_kept, stored_format
+from penstock.models.backends.kv_groups import KvGroups
 from penstock.models.backends.pipeline_parallel import ModelPart
 from penstock.models.checkpoint.quantization.layout import QuantizedLinear
 
@@ -35,10 +36,13 @@ class StorageFormats:
     kv: StorageFormat
 
 
-def kv_layouts(spec: ModelSpec, format: StorageFormat, part: ModelPart) -> list[tuple[KvLayout, int]]:
+def kv_layouts(
+    spec: ModelSpec, format: StorageFormat, part: ModelPart, groups: KvGroups | None = None
+) -> list[tuple[KvLayout, int]]:
     """Returns the layout of each layer's page, drawn in ``csrc/core/kernel_table.h``, and its offset from the page of
     the part's first layer. A layer without keys of its own has the page of another one. All layers' pages of the same
-    tokens are adjacent, so that fresh memory is first used evenly over time, not for all layers at once."""
+    tokens are adjacent, so that fresh memory is first used evenly over time, not for all layers at once. With
+    several ``groups``, a page has the layers of one."""
     scales = 2 * LANES * 4 if format is StorageFormat.INT8 else 0
     sections = 2 if spec.latent is None else 1
     specs = {layer: spec.at(layer) for layer in part.layers}
@@ -51,6 +55,10 @@ def kv_layouts(spec: ModelSpec, format: StorageFormat, part: ModelPart) -> list[
     for layer, sizes in specs.items():
         offsets[layer] = page_bytes if spec.kv_sources[layer] == layer else offsets[spec.kv_sources[layer]]
         page_bytes += sizes.num_kv_heads * heads[layer] if spec.has_kv(layer) else 0
+    if groups is not None and groups.num_windowed:  # all layers have the same sizes
+        layer_bytes = spec.num_kv_heads * heads[part.layers[0]]
+        offsets = {layer: groups.places[layer] * layer_bytes for layer in part.layers}
+        page_bytes = groups.num_places * layer_bytes
     return [
         (
             KvLayout(format, num_kv_groups(sizes), sizes.head_dim, heads[layer], page_bytes, sections == 1),
@@ -60,9 +68,16 @@ def kv_layouts(spec: ModelSpec, format: StorageFormat, part: ModelPart) -> list[
     ]
 
 
-def block_bytes(spec: ModelSpec, format: StorageFormat, block_size: int, part: ModelPart | None = None) -> int:
-    """Returns the size of a block of ``block_size`` tokens, a multiple of 16, in all layers of a part."""
-    (layout, _), *_ = kv_layouts(spec, format, part or ModelPart.whole(spec))
+def block_bytes(
+    spec: ModelSpec,
+    format: StorageFormat,
+    block_size: int,
+    part: ModelPart | None = None,
+    groups: KvGroups | None = None,
+) -> int:
+    """Returns the size of a block of ``block_size`` tokens, a multiple of 16, in all layers of a part, or in the layers
+    of one of several ``groups``."""
+    (layout, _), *_ = kv_layouts(spec, format, part or ModelPart.whole(spec), groups)
     return int(layout.page_bytes) * (block_size // LANES)
 
 

@@ -17,9 +17,10 @@ from penstock.kernels.cuda.model_shapes import ModelShape
 INTERPRETED_MULTIPROCESSORS = 1
 """The number of multiprocessors that attention is divided over in the interpreter."""
 
-StepAttention = Callable[[int | None, Tensor, PagedKV, Tensor], None]
+StepAttention = Callable[[int | None, Tensor, PagedKV, Tensor, RaggedRows | None], None]
 """Computes a layer's attention in one step, from the layer's window, its queries (T, H, D) and its keys and values. The
-last argument is the output, (T, H, D). Entries of tokens without a sequence stay as they are, or become 0."""
+fourth argument is the output, (T, H, D). Entries of tokens without a sequence stay as they are, or become 0. The last
+one are the step's rows, if the layer has other tables than those that the step was planned with."""
 
 
 class ModelAttention(Protocol):
@@ -71,9 +72,10 @@ class TritonAttention:
             plan_attention(form.shape, rows, starts, form.workspace.num_multiprocessors)
             planned[window] = replace(form, starts=starts)
 
-        def attend(window: int | None, query: Tensor, kv: PagedKV, out: Tensor) -> None:
+        def attend(window: int | None, query: Tensor, kv: PagedKV, out: Tensor, of_group: RaggedRows | None) -> None:
             form = planned[window]
             any_longer = longest > form.shape.max_queries
-            paged_attention(form.shape, query, kv, rows, form.starts, form.workspace, out, any_longer=any_longer)
+            found = rows if of_group is None else of_group
+            paged_attention(form.shape, query, kv, found, form.starts, form.workspace, out, any_longer=any_longer)
 
         return attend

@@ -33,7 +33,8 @@ class FlashAttention:
         """Selects the pages of the step's sequences."""
         tables = rows.tables.index_select(0, rows.rows)
 
-        def attend(window: int | None, query: Tensor, kv: PagedKV, out: Tensor) -> None:
+        def attend(window: int | None, query: Tensor, kv: PagedKV, out: Tensor, of_group: RaggedRows | None) -> None:
+            assert of_group is None, "with this library all layers are in one group"
             shape = self._shapes[window]
             # (pages, 16, K, D) each, without a copy.
             keys, values = (part.transpose(1, 2) for part in kv.pages.unbind(1))
@@ -102,7 +103,8 @@ class FlashInferAttention:
                 kv_data_type=shape.kv_dtype,
             )
 
-        def attend(window: int | None, query: Tensor, kv: PagedKV, out: Tensor) -> None:
+        def attend(window: int | None, query: Tensor, kv: PagedKV, out: Tensor, of_group: RaggedRows | None) -> None:
+            assert of_group is None, "with this library all layers are in one group"
             if num_tokens:
                 out[:num_tokens] = self._wrappers[window].run(query[:num_tokens], kv.pages)
 

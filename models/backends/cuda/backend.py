@@ -205,11 +205,12 @@ class CudaBackend:
         if self._adapters is not None:
             self._adapters.launch(size)
         ragged = RaggedRows(rows.tables, step.rows, step.query_starts, step.contexts)
+        windows = self._memory.places_in_windows(step)
         if self.states is None:
-            return self._model.forward(step, ragged, size.longest)
+            return self._model.forward(step, ragged, size.longest, windows=windows)
         sampled = self._memory.inputs.part("line_tokens", size.sampled) if size.commits else None
         row_states = RecurrentStep(self.states.rows(size, step), self.states.chunks(size), sampled, [])
-        return self._model.forward(step, ragged, size.longest, row_states)
+        return self._model.forward(step, ragged, size.longest, row_states, windows)
 
     def _choose(self, size: Size, hidden: Hidden) -> None:
         """Launches the rest of the step: samples tokens, and advances rows by the tokens that they keep."""

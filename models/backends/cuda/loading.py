@@ -6,22 +6,26 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.kernels.cuda.attention.common import PAGE_SLOTS
+from penstock.kernels.cuda.attention.common import PAGE_SLOTS, RaggedRows
 from penstock.kernels.cuda.model_shapes import ModelShape
+from penstock.kernels.cuda.step import StepTensors
+from penstock.kernels.cuda.window_slots import find_window_slots
 from penstock.models.backends.base import context_of, shared_facts
 from penstock.models.backends.cuda.adapters import CudaAdapters
 from penstock.models.backends.cuda.attention_libraries import make_attention
 from penstock.models.backends.cuda.linear import CudaLinears, stored_bytes
 from penstock.models.backends.cuda.model import CudaModel
 from penstock.models.backends.cuda.pages import DevicePages, read_kv_scales
+from penstock.models.backends.cuda.places import WindowPlaces
 from penstock.models.backends.cuda.recurrent import RecurrentLayers
 from penstock.models.backends.cuda.shapes import max_drafts, shape_of
 from penstock.models.backends.cuda.stages import CudaStage
 from penstock.models.backends.cuda.steps.rows import CudaRows
 from penstock.models.backends.cuda.steps.sampler import CudaSampler
 from penstock.models.backends.cuda.steps.states import CudaStates, slot_floats
-from penstock.models.backends.cuda.steps.step_io import StepInputs, StepOutputs
+from penstock.models.backends.cuda.steps.step_io import ALIGNMENT, StepInputs, StepOutputs
 from penstock.models.backends.distributed import join
+from penstock.models.backends.kv_groups import divide_layers, one_group
 from penstock.models.backends.memory import CacheSizes, allocated, cache_sizes, check_weights_fit
 from penstock.models.backends.pipeline_parallel import ModelPart, PartWork, StageSpeed
 from penstock.models.backends.torch_common.adapters import add_slots
@@ -50,6 +54,21 @@ class StepMemory:
         self.rows = CudaRows(shape, device)
         self.inputs = StepInputs(shape.max_sequences, shape.max_tokens, shape.max_sampled, device)
         self.outputs = StepOutputs(shape.max_sequences, shape.max_sampled, device)
+        # Rounded, so that each group's slots begin at an address that kernels can read from.
+        slots = (shape.num_window_groups, -(-shape.max_tokens // ALIGNMENT) * ALIGNMENT)
+        self._window_slots = torch.full(slots, -1, dtype=torch.int64, device=device)
+
+    def places_in_windows(self, step: StepTensors) -> list[WindowPlaces]:
+        """Finds where the tokens of a step that is prepared are in each windowed group."""
+        tables = self.rows.window_tables
+        if not len(tables):
+            return []
+        find_window_slots(step, tables, PAGE_SLOTS, self._window_slots)
+        tokens = len(step.positions)
+        return [
+            WindowPlaces(slots[:tokens], RaggedRows(of_group, step.rows, step.query_starts, step.contexts))
+            for slots, of_group in zip(self._window_slots, tables, strict=True)
+        ]
 
 
 def dtype_name_of(config: WorkerConfig, info: CheckpointInfo) -> str:
@@ -74,6 +93,9 @@ class CudaLoading:
         self._num_logits = min(config.tokenizer_vocab_size or self.spec.vocab_size, self.spec.vocab_size)
         self._state_bytes = 4 * slot_floats(self.spec)
         self._kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, self._dtype)
+        self._groups = one_group(self.spec)
+        if config.attention_backend == "triton":
+            self._groups = divide_layers(config, self.spec)
         self._keeps_fp4 = has_fp4_experts(info, self._parallel.size)
         at_load = info.at_load(config.quantization)
         self._linears = CudaLinears(info, at_load, self._device, deterministic=config.deterministic)
@@ -113,7 +135,7 @@ class CudaLoading:
         config = self.config
         # The memory of steps depends on the context, which depends on what that memory leaves to the KV cache.
         most_blocks = self._cache_sizes(self._max_model_len).num_blocks
-        max_model_len = context_of(config, self.spec, most_blocks)
+        max_model_len = context_of(config, self.spec, most_blocks, self._groups)
         self._shape = shape_of(
             self.spec,
             self._dtype,
@@ -126,6 +148,7 @@ class CudaLoading:
             deterministic=config.deterministic,
             max_drafts=max_drafts(config),
             has_fp4_experts=self._keeps_fp4,
+            num_window_groups=self._groups.num_windowed,
         )
         if self._part is None:
             self._memory = StepMemory(self._shape, self._device)
@@ -134,7 +157,10 @@ class CudaLoading:
         return CacheSizes(min(most_blocks, num_blocks), num_slots)
 
     def _cache_sizes(self, max_model_len: int) -> CacheSizes:
-        return cache_sizes(self.config, self._block_bytes(), self._state_bytes, max_model_len, parallel=self._parallel)
+        return cache_sizes(
+            self.config, self._block_bytes(), self._state_bytes, max_model_len, parallel=self._parallel,
+            groups=self._groups.in_blocks(self.config),
+        )  # fmt: skip
 
     def whole_model(
         self, sizes: CacheSizes
@@ -166,10 +192,10 @@ class CudaLoading:
         assert self._shape is not None, "the memory of steps comes first"
         with allocated(num_blocks, self._device):
             numbers = None if part is None else part.layers
-            pages = DevicePages.allocate(self.spec, num_blocks, self._kv_dtype, self._device, numbers)
+            pages = DevicePages.allocate(self.spec, num_blocks, self._kv_dtype, self._device, numbers, self._groups)
         host_pages = take_host_pages(config, pages.by_block, self._block_bytes(), pages.num_bytes)
         facts = WorkerFacts(
-            **shared_facts(config, info, num_blocks, MAX_BATCHED_TOKENS, num_slots),
+            **shared_facts(config, info, num_blocks, MAX_BATCHED_TOKENS, num_slots, self._groups),
             state_bytes=self._state_bytes,
             backend="cuda",
             dtype=self._dtype_name,
@@ -191,13 +217,13 @@ class CudaLoading:
             recurrent = RecurrentLayers(self.spec, weights.layers, states.layers, self._shape, states.stride)
         model = CudaModel(
             self.spec, weights, pages.of_layers, self._shape, self._parallel, self._linears, attention,
-            config.feature_layers, kv_scales, part, recurrent,
+            config.feature_layers, kv_scales, part, recurrent, self._groups.of_layers,
         )  # fmt: skip
         return model, host_pages, facts
 
     def _block_bytes(self) -> int:
         layers = None if self._part is None else self._part.layers
-        return self.spec.kv_bytes_per_token(self._kv_dtype.itemsize, layers) * PAGE_SLOTS
+        return self._groups.bytes_per_token(self.spec, self._kv_dtype.itemsize, layers) * PAGE_SLOTS
 
     def _weight_bytes(self, part: ModelPart | None) -> int:
         return weight_bytes(self.config, self._info, self._num_logits, self._dtype, part)

@@ -26,6 +26,7 @@ from penstock.models.backends.cuda.attention import ModelAttention, StepAttentio
 from penstock.models.backends.cuda.experts import ExpertLayers
 from penstock.models.backends.cuda.latent import expand_latents, write_latents
 from penstock.models.backends.cuda.linear import CudaLinears, SkinnyLinear
+from penstock.models.backends.cuda.places import TokenPlaces, WindowPlaces
 from penstock.models.backends.cuda.recurrent import RecurrentLayers, RecurrentStep
 from penstock.models.backends.pipeline_parallel import ModelPart
 from penstock.models.backends.tensor_parallel import ALONE, TensorParallel
@@ -59,16 +60,6 @@ class Hidden(NamedTuple):
     """What the recurrent layers need to advance their states by tokens that were not certain; see ``RecurrentStep``."""
 
 
-class TokenPlaces(NamedTuple):
-    """A step's T tokens, as layers see them. See ``StepTensors``."""
-
-    positions: Tensor
-    slots: Tensor
-    query_starts: Tensor
-    states: RecurrentStep | None = None
-    """None without recurrent layers."""
-
-
 class CudaModel:
     """The layers of one model, or some of them, on one device."""
 
@@ -85,12 +76,14 @@ class CudaModel:
         kv_scales: Sequence[Tensor] | None = None,
         part: ModelPart | None = None,
         recurrent: RecurrentLayers | None = None,
+        kv_groups: Sequence[int] | None = None,
     ) -> None:
         """Everything is the rank's part. ``pages`` are those that each layer attends to, (pages, 2, K, 16, D), or of
         latents (pages, 1, 1, 16, D), if any. ``kv_scales``, for pages in fp8, has (2, K) in fp32 for each layer: the
         scales of the keys and of the values that it attends to; None: all are 1. ``part``: the rank's of a model in
-        stages, where rank 0 has the whole head."""
+        stages, where rank 0 has the whole head. ``kv_groups``: the group of each layer's pages; None: there is one."""
         self._spec = spec
+        self._kv_groups = [0] * spec.num_layers if kv_groups is None else kv_groups
         self._feature_layers = feature_layers
         self._parallel = parallel
         self._head_parallel = parallel if part is None else ALONE
@@ -117,28 +110,36 @@ class CudaModel:
         self._experts: ExpertLayers | None = None
         if spec.experts is not None:
             self._experts = ExpertLayers(spec.experts, shape, weights.layers, self.device)
-        none = torch.full((spec.num_heads,), -torch.inf, dtype=torch.float32, device=self.device)
+        self._kv = dict(self._paged(pages, kv_scales))
+
+    def _paged(
+        self, pages: Sequence[Tensor | None], kv_scales: Sequence[Tensor] | None
+    ) -> Iterator[tuple[int, PagedKV]]:
+        """Yields the keys and values of the layers that have some."""
+        none = torch.full((self._spec.num_heads,), -torch.inf, dtype=torch.float32, device=self.device)
         if kv_scales is None:
-            counts = [self._specs[index].num_kv_heads for index in self._layers]
-            kv_scales = [torch.ones(2, count, dtype=torch.float32, device=self.device) for count in counts]
-        self._kv = {
-            # Copies, since kernels need addresses that are aligned.
-            index: PagedKV(
-                page, scales[0].clone(), scales[1].clone(), none if layer.sinks is None else layer.sinks.float()
-            )
-            for index, page, scales, layer in zip(self._layers, pages, kv_scales, weights.layers, strict=True)
-            if page is not None
-        }
+            kv_scales = [none.new_ones(2, self._specs[index].num_kv_heads) for index in self._layers]
+        for index, page, scales, layer in zip(self._layers, pages, kv_scales, self._weights.layers, strict=True):
+            if page is not None:
+                sinks = none if layer.sinks is None else layer.sinks.float()
+                # Copies, since kernels need addresses that are aligned.
+                yield index, PagedKV(page, scales[0].clone(), scales[1].clone(), sinks)
 
     def forward(
-        self, step: StepTensors, rows: RaggedRows, longest: int, row_states: RecurrentStep | None = None
+        self,
+        step: StepTensors,
+        rows: RaggedRows,
+        longest: int,
+        row_states: RecurrentStep | None = None,
+        windows: Sequence[WindowPlaces] = (),
     ) -> Hidden:
-        """Runs the layers, which write the KV of every token with a slot. No sequence has over ``longest`` tokens."""
+        """Runs the layers, which write the KV of every token with a slot. No sequence has over ``longest`` tokens.
+        ``windows`` has the places in each windowed group."""
         x = self.embed(step.token_ids, step.positions)
         weights, num_layers = self._weights, self._spec.num_layers
         inputs = None if weights.layer_inputs is None else weights.layer_inputs(step.token_ids, x)
         features = x.new_empty(len(x), len(self._feature_layers), self._spec.hidden_size)
-        places = TokenPlaces(step.positions, step.slots, step.query_starts, row_states)
+        places = TokenPlaces(step.positions, step.slots, step.query_starts, row_states, windows)
         delta, after = self._run_layers(x, places, rows, longest, inputs, features)
         states = self._normed(x, delta, after, weights.norm)
         if num_layers in self._feature_layers:
@@ -216,8 +217,10 @@ class CudaModel:
     ) -> Tensor:  # fmt: skip
         """Computes a layer's attention and output projection, (T, hidden) -> (T, hidden). ``query`` and ``mixed``, (T,
         H, D), are room; ``mixed`` is 0 for tokens without a sequence."""
-        gate = self._write_kv(index, layer, x, places.positions, places.slots, query)
-        attend(self._spec.windows[index], query, self._kv[index], mixed)
+        group = self._kv_groups[index]
+        slots, rows = places.windows[group - 1] if group else (places.slots, None)
+        gate = self._write_kv(index, layer, x, places.positions, slots, query)
+        attend(self._spec.windows[index], query, self._kv[index], mixed, rows)
         joined = mixed.flatten(1) if layer.latent is None else expand_latents(layer.latent, mixed)
         return layer.output(joined if gate is None else joined * torch.sigmoid(gate))
 

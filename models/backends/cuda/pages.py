@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.kernels.cuda.attention.common import PAGE_SLOTS
 from penstock.models.architecture.spec import ModelSpec
+from penstock.models.backends.kv_groups import KvGroups
 from penstock.models.backends.tensor_parallel import TensorParallel, share
 from penstock.models.checkpoint.info import CheckpointInfo
 from penstock.models.checkpoint.quantization.reader import read_floats
@@ -20,24 +21,34 @@ class DevicePages:
     """Pages of 16 tokens. Layers whose heads have the same sizes have one tensor."""
 
     whole: tuple[Tensor, ...]
-    """(layers, blocks, 2, KV heads, 16, head size) each: keys, then values; of latents, (layers, blocks, 1, 1, 16,
-    size)."""
+    """(layers of a block, blocks, 2, KV heads, 16, head size) each: keys, then values; of latents, (layers, blocks, 1,
+    1, 16, size)."""
     of_layers: tuple[Tensor | None, ...]
     """(blocks, 2, KV heads, 16, head size), or (blocks, 1, 1, 16, size): the pages that each layer attends to, its own
     or an earlier layer's; None without attention."""
 
     @classmethod
     def allocate(
-        cls, spec: ModelSpec, num_blocks: int, dtype: torch.dtype, device: torch.device, part: range | None = None
+        cls,
+        spec: ModelSpec,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        part: range | None = None,
+        groups: KvGroups | None = None,
     ) -> "DevicePages":
-        """Allocates the pages; ``part``: only of these layers. Raises RuntimeError if memory runs out."""
+        """Allocates the pages; ``part``: only of these layers. ``groups`` are those of the layers, by default one.
+        Raises RuntimeError if memory runs out."""
         whole: list[Tensor] = []
         found: dict[int, Tensor] = {}
         for (num_kv_heads, head_dim), layers in spec.layers_by_kv_sizes(part).items():
             sections = 2 if spec.latent is None else 1
-            shape = (len(layers), num_blocks, sections, num_kv_heads, PAGE_SLOTS, head_dim)
+            places = list(range(len(layers)))
+            if groups is not None and groups.num_windowed:
+                places = [groups.places[layer] for layer in layers]
+            shape = (1 + max(places), num_blocks, sections, num_kv_heads, PAGE_SLOTS, head_dim)
             whole.append(torch.empty(shape, dtype=dtype, device=device))
-            found.update(zip(layers, whole[-1], strict=True))
+            found.update((layer, whole[-1][place]) for layer, place in zip(layers, places, strict=True))
         return cls(tuple(whole), tuple(found.get(spec.kv_sources[layer]) for layer in part or range(spec.num_layers)))
 
     @property

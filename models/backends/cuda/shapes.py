@@ -19,6 +19,7 @@ from penstock.scheduler.worker_config import MAX_FORCED_DRAFTS, MAX_PREDICTED_DR
 def shape_of(
     spec: ModelSpec, dtype: torch.dtype, kv_dtype: torch.dtype, num_logits: int, max_model_len: int, max_num_seqs: int,
     max_tokens: int, *, deterministic: bool, max_drafts: int = 0, has_fp4_experts: bool = False,
+    num_window_groups: int = 0,
 ) -> ModelShape:  # fmt: skip
     """Returns the shape whose ``ahead.variants`` the backend launches."""
     experts, inputs = spec.experts, spec.layer_inputs
@@ -71,6 +72,7 @@ def shape_of(
         max_tokens=max_tokens,
         max_drafts=max_drafts,
         deterministic=deterministic,
+        num_window_groups=num_window_groups,
     )
     return _with_kinds(spec, shape)
 

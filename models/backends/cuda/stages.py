@@ -13,7 +13,8 @@ from penstock.kernels.cuda.core.launch import launches
 from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.reference.upcast import upcast
 from penstock.models.backends.cuda.linear import CHANGES
-from penstock.models.backends.cuda.model import CudaModel, TokenPlaces
+from penstock.models.backends.cuda.model import CudaModel
+from penstock.models.backends.cuda.places import TokenPlaces
 from penstock.models.backends.stage_part import StageRows
 from penstock.models.batch.batch import Batch
 from penstock.scheduler.worker_config import WorkerFacts

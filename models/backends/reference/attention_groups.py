@@ -56,11 +56,13 @@ def attention_groups(
     device: torch.device,
     *,
     chunked: bool = False,
+    tables: Ids | None = None,
 ) -> list[AttentionGroup]:
     """Returns groups in the order of tokens. Tables are padded with the page ``num_blocks``. ``window`` and ``chunked``
-    are those of ``visible``."""
+    are those of ``visible``. ``tables`` are those of the layers, by default the batch's."""
+    tables = batch.tables if tables is None else tables
     neighbours = _neighbours(batch, block_size)
-    return [_group(batch, rows, window, chunked, num_blocks, block_size, device) for rows in neighbours]
+    return [_group(batch, tables, rows, window, chunked, num_blocks, block_size, device) for rows in neighbours]
 
 
 def grouped_attention(
@@ -104,6 +106,7 @@ def _neighbours(batch: Ragged, block_size: int) -> Iterator[slice]:
 
 def _group(
     batch: Ragged,
+    tables: Ids,
     rows: slice,
     window: int | None,
     chunked: bool,
@@ -120,8 +123,8 @@ def _group(
     first = lowest // block_size
     counts = -(-ends // block_size) - first
     columns = np.arange(int(counts.max()))
-    index = np.minimum(first[:, None] + columns, batch.tables.shape[1] - 1)
-    table = np.where(columns < counts[:, None], np.take_along_axis(batch.tables[rows], index, axis=1), num_blocks)
+    index = np.minimum(first[:, None] + columns, tables.shape[1] - 1)
+    table = np.where(columns < counts[:, None], np.take_along_axis(tables[rows], index, axis=1), num_blocks)
     lengths = ends - first * block_size
     # Whole pages are read, so that rows stay dense in memory: strided operands would be copied first.
     num_keys = table.shape[1] * block_size

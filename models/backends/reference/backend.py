@@ -14,6 +14,7 @@ from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.base import Backend, context_of, shared_facts
 from penstock.models.backends.distributed import join
 from penstock.models.backends.first_stage import load_first_stage
+from penstock.models.backends.kv_groups import KvGroups, divide_layers, one_group
 from penstock.models.backends.later_stage import StageRank, load_later_stage
 from penstock.models.backends.memory import CacheSizes, allocated, cache_sizes, check_weights_fit
 from penstock.models.backends.pipeline_parallel import ModelPart, PartWork, StageSpeed
@@ -70,9 +71,10 @@ class ReferenceBackend(PagedBackend):
         states: StateSlots | None = None,
         adapters: TorchAdapters | None = None,
         part: ModelPart | None = None,
+        groups: KvGroups | None = None,
     ) -> None:
         """``spec``, ``weights`` and ``pages`` are the rank's. ``part``: its part of a model in stages, where rank 0 has
-        the whole head. ``weights`` add ``adapters``, if there are any."""
+        the whole head. ``weights`` add ``adapters``, if there are any. ``groups``: the layers', by default one."""
         super().__init__(pages, host_pages, spec.vocab_size)
         self.facts = facts
         self._num_threads = num_threads
@@ -84,6 +86,7 @@ class ReferenceBackend(PagedBackend):
         self._adapters = adapters
         self._small_step = SMALL_STEP // spec.num_parameters if spec.num_parameters < SMALL_MODEL else 0
         self._spec = spec
+        self._groups = groups or one_group(spec)
         self._weights = weights
         self.embedding, self.head = weights.embedding, weights.head
         self._specs = [spec.at(layer) for layer in range(spec.num_layers)]
@@ -149,19 +152,10 @@ class ReferenceBackend(PagedBackend):
         own."""
         spec, weights = self._spec, self._weights
         positions = torch.from_numpy(batch.positions).to(self._device)
-        slots = torch.from_numpy(batch.slots).to(self._device)
+        slots = self._slots(batch)
         turns = {key: (cos[positions], sin[positions]) for key, (cos, sin) in self._cos_sin_tables.items()}
-        groups = {
-            window: attention_groups(
-                batch,
-                window,
-                self._pages.num_blocks,
-                self._pages.block_size,
-                self._device,
-                chunked=spec.chunked_windows,
-            )
-            for window in set(spec.windows)
-        }
+        kinds = list(zip(self._groups.of_layers, spec.windows, strict=True))
+        groups = {kind: self._attention_groups(batch, *kind) for kind in set(kinds)}
         query_scale = None if spec.query_scaling is None else query_scales(spec.query_scaling, positions)
         if self.states is not None:
             self.states.forget_step()
@@ -175,8 +169,8 @@ class ReferenceBackend(PagedBackend):
                 assert isinstance(batch, Batch), "a model with recurrent layers is not divided into stages"
                 mixed = self.states.mix(index, layer.recurrent, before, batch)
             if spec.attends(index):
-                turned, seen = turns[self._rotations[index]], groups[spec.windows[index]]
-                attended = attend(sizes, self._pages, index, layer, before, turned, slots, seen, query_scale)
+                turned, seen, written = turns[self._rotations[index]], groups[kinds[index]], slots[kinds[index][0]]
+                attended = attend(sizes, self._pages, index, layer, before, turned, written, seen, query_scale)
                 mixed = attended if mixed is None else mixed + attended
             if mixed is None:
                 mixed = torch.zeros_like(x)
@@ -196,6 +190,25 @@ class ReferenceBackend(PagedBackend):
             if layer.scalar is not None:
                 x = x * layer.scalar
         return x
+
+    def _attention_groups(self, batch: Batch | StageRows, group: int, window: int | None) -> list[AttentionGroup]:
+        """Returns the groups of rows for layers with this window, whose blocks are those of a group of layers."""
+        pages, chunked = self._pages, self._spec.chunked_windows
+        tables = batch.tables
+        if group:
+            assert isinstance(batch, Batch), "a model in stages has one group"
+            tables = batch.window_tables[group - 1]
+        return attention_groups(
+            batch, window, pages.num_blocks, pages.block_size, self._device, chunked=chunked, tables=tables
+        )
+
+    def _slots(self, batch: Batch | StageRows) -> list[Tensor]:
+        """Returns where each token's KV is written in the layers of each group, (T,)."""
+        slots = [batch.slots]
+        if self._groups.num_windowed:
+            assert isinstance(batch, Batch), "a model in stages has one group"
+            slots += batch.window_slots
+        return [torch.from_numpy(each).to(self._device) for each in slots]
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = upcast(self._head_parallel.gather_columns(self._weights.head(hidden), self.num_logits))
@@ -272,6 +285,7 @@ class ReferenceLoading:
         self._parallel = join(config)
         self._num_logits = min(config.tokenizer_vocab_size or self.spec.vocab_size, self.spec.vocab_size)
         self._state_bytes = self.spec.state_floats * max(self._dtype.itemsize, 4)
+        self._groups = divide_layers(config, self.spec)
         self._part: ModelPart | None = None
         self._weights: Weights | None = None
         self._adapters: TorchAdapters | None = None
@@ -306,7 +320,7 @@ class ReferenceLoading:
         # One more page pads the tables of shorter rows.
         return cache_sizes(
             self.config, self._block_bytes(), self._state_bytes, self._max_model_len, num_spare=1,
-            parallel=self._parallel,
+            parallel=self._parallel, groups=self._groups.in_blocks(self.config),
         )  # fmt: skip
 
     def backend(self, num_blocks: int, num_slots: int = 0, layers: Sequence[int] = ()) -> ReferenceBackend:
@@ -316,11 +330,11 @@ class ReferenceLoading:
         assert weights is not None, "the weights come first"
         with allocated(num_blocks, self._device):
             numbers = None if part is None else part.layers
-            pages = KVPages(spec, num_blocks, config.block_size, self._dtype, self._device, numbers)
+            pages = KVPages(spec, num_blocks, config.block_size, self._dtype, self._device, numbers, self._groups)
             states = StateSlots(spec, num_slots, self._dtype, self._device) if spec.has_state else None
         host_pages = take_host_pages(config, pages.by_block, self._block_bytes(), pages.num_bytes)
         facts = WorkerFacts(
-            **shared_facts(config, self._info, num_blocks, MAX_BATCHED_TOKENS, num_slots),
+            **shared_facts(config, self._info, num_blocks, MAX_BATCHED_TOKENS, num_slots, self._groups),
             state_bytes=self._state_bytes,
             backend="reference",
             dtype=self._dtype_name,
@@ -335,7 +349,7 @@ class ReferenceLoading:
         )
         return ReferenceBackend(
             spec, weights, pages, host_pages, facts, config.num_threads, self._num_logits, self._parallel, states,
-            self._adapters, part,
+            self._adapters, part, self._groups,
         )  # fmt: skip
 
     def first_part(self, num_blocks: int, layers: Sequence[int]) -> TorchPart:
@@ -345,7 +359,7 @@ class ReferenceLoading:
 
     def _block_bytes(self) -> int:
         layers = None if self._part is None else self._part.layers
-        return self.spec.kv_bytes_per_token(self._dtype.itemsize, layers) * self.config.block_size
+        return self._groups.bytes_per_token(self.spec, self._dtype.itemsize, layers) * self.config.block_size
 
 
 def _check_flags(config: WorkerConfig, info: CheckpointInfo, dtype: str) -> None:

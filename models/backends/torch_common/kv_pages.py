@@ -5,6 +5,7 @@ from torch import Tensor
 
 from penstock.kernels.reference.ops import gather_kv, write_kv
 from penstock.models.architecture.spec import ModelSpec
+from penstock.models.backends.kv_groups import KvGroups
 
 
 class KVPages:
@@ -22,8 +23,9 @@ class KVPages:
         dtype: torch.dtype,
         device: torch.device,
         part: range | None = None,
+        groups: KvGroups | None = None,
     ) -> None:
-        """``part``: only for these layers."""
+        """``part``: only for these layers. ``groups`` are those of the layers; None: there is one."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
@@ -31,13 +33,17 @@ class KVPages:
         """The pages of each layer, (kv heads, num_blocks + 1, block_size, head size)."""
         self.values: dict[int, Tensor] = {}
         self._whole: list[Tensor] = []
-        """Keys and values, each of all layers of the same sizes: (layers, kv heads, num_blocks + 1, block_size, D)."""
+        """Keys and values, each of all layers of the same sizes that a block has: (layers, kv heads, num_blocks + 1,
+        block_size, D)."""
         for (num_kv_heads, head_dim), layers in spec.layers_by_kv_sizes(part).items():
-            shape = (len(layers), num_kv_heads, num_blocks + 1, block_size, head_dim)
+            places = list(range(len(layers)))
+            if groups is not None and groups.num_windowed:
+                places = [groups.places[layer] for layer in layers]
+            shape = (1 + max(places), num_kv_heads, num_blocks + 1, block_size, head_dim)
             for pages in (self.keys,) if spec.latent is not None else (self.keys, self.values):
                 whole = torch.empty(shape, dtype=dtype, device=device)
                 self._whole.append(whole)
-                pages.update(zip(layers, whole, strict=True))
+                pages.update((layer, whole[place]) for layer, place in zip(layers, places, strict=True))
         self._has_values = spec.latent is None
         if not self._has_values:
             self.values = self.keys

@@ -137,7 +137,7 @@ class HeadLayer(CudaModel):
             return x[:0], x[:0]
         rows, mixed = inputs.rows(size), torch.zeros_like(query)
         attend = self._attention.plan(rows, size.longest)
-        attend(None, query, self._kv[0], mixed)
+        attend(None, query, self._kv[0], mixed, None)
         sampled = inputs.part(size, "sampled", torch.int64)
         mixed = mixed.flatten(1) if gate is None else mixed.flatten(1) * torch.sigmoid(gate)
         has_experts = not isinstance(layer.mlp, Mlp)  # their kernels need the tokens of whole sequences

@@ -61,7 +61,7 @@ class ServerFacts:
             schema_release=SCHEMA_RELEASE,
             capacity=server_pb2.DeploymentCapacity(
                 kv_block_size=facts.block_size,
-                total_kv_blocks=facts.num_blocks,
+                total_kv_blocks=facts.num_kv_tokens // facts.block_size,
                 max_running_requests=config.max_rows(facts),
                 max_batched_tokens=config.token_budget(facts),
                 max_loras=facts.max_loras,
@@ -93,8 +93,8 @@ class ServerFacts:
             timestamp_unix_nanos=time.time_ns(),
             running_requests=stats.running,
             queued_requests=stats.waiting,
-            used_kv_blocks=round(stats.kv_usage * facts.num_blocks),
-            total_kv_blocks=facts.num_blocks,
+            used_kv_blocks=round(stats.kv_usage * facts.num_kv_tokens / facts.block_size),
+            total_kv_blocks=facts.num_kv_tokens // facts.block_size,
             waiting_tokens=stats.waiting_tokens,
         )
         if stats.predicted_ttft_s is not None:

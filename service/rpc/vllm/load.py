@@ -45,7 +45,7 @@ class LoadReader:
     def add_telemetry(self, load: common.EngineLoad) -> None:
         """Adds the values that are only for operators."""
         facts, stats = self._facts, self._engine.stats()
-        num_tokens = facts.num_blocks * facts.block_size
+        num_tokens = facts.num_kv_tokens
         load.cache_hit_rate = _hit_rate(stats)
         load.max_total_num_tokens = num_tokens
         load.num_used_tokens = round(stats.kv_usage * num_tokens)

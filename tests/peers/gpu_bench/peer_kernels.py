@@ -33,7 +33,7 @@ def attention(model: Model, sizes: Sizes, device: torch.device, *, library: str,
 
     def run(each: Step) -> None:
         longest = max(queries for queries, _ in each.lengths)
-        of_model.plan(each.batch, longest)(None, each.query, each.kv, each.out)
+        of_model.plan(each.batch, longest)(None, each.query, each.kv, each.out, None)
 
     def error() -> float:
         run(small)

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from known_requests import BLOCK_SIZE, VOCAB_SIZE
 
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.engine import Engine
 from penstock.scheduler.policy import Policy
 from penstock.scheduler.request import EngineFinishReason, Request
-from penstock.scheduler.testing.fake_worker import FakeRow, WorkerKilled
+from penstock.scheduler.testing.fake_windows import WindowedSlots
+from penstock.scheduler.testing.fake_worker import FakeRow, FakeWorker, WorkerKilled, token_of_history
 
 NUMBERS = st.integers(0, 2**16)
 
@@ -207,6 +209,30 @@ def stateful_world_type(world_type):
             return planned
 
     return StatefulWorld
+
+
+@pytest.fixture(scope="session")
+def windowed_world_type(world_type):
+    """A world whose model has a window of less than two blocks in two groups of its layers, and more in a third."""
+
+    class WindowedWorld(world_type):  # type: ignore[valid-type, misc]
+        """Checks that each row has the blocks that its next query sees, and hardly more."""
+
+        def __init__(self, num_blocks: int, *limits, **tier) -> None:
+            super().__init__(3 * num_blocks, *limits, num_window_groups=2, window=7, **tier)
+
+        def _new_worker(self) -> None:
+            super()._new_worker()
+            self.worker = FakeWorker(self.facts, token_of_history(VOCAB_SIZE), WindowedSlots(self.facts), self.kills)
+
+        def check(self) -> None:
+            super().check()
+            for sequence in self.scheduler.running:
+                held = len(sequence.window.block_ids) // 2
+                # Its drafts may have blocks as well.
+                assert held <= self.facts.groups.most_held + 1 + 3 * sequence.live.request.max_drafts // BLOCK_SIZE
+
+    return WindowedWorld
 
 
 @pytest.fixture

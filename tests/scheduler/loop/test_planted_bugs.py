@@ -6,6 +6,7 @@ from penstock.kv.block_pool import BlockPool
 from penstock.kv.events import KvEventLog
 from penstock.kv.host_tier import HostTier
 from penstock.kv.manager import KVCacheManager
+from penstock.kv.window_blocks import WindowBlocks
 from penstock.scheduler.loop.output_processor import OutputProcessor
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.planning.output_buffer import OutputBuffer
@@ -165,7 +166,8 @@ def leader_that_never_retracts(patch):
 
 
 def fork_without_its_own_references(patch):
-    def add_without_sharing(pinned, sequence):
+    def add_without_sharing(pinned, sequence, row, num_blocks):
+        sequence.pinned = row.block_ids[:num_blocks]
         if sequence.pinned:
             pinned._sequences.append(sequence)
 
@@ -317,3 +319,55 @@ def test_reliability_figure_14_planted_bug_is_caught(explore, deadly_world_type,
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         explore(deadly_world_type, 500, 20, shrink=False)
+
+
+def window_blocks_given_up_too_early(patch):
+    pass_blocks = WindowBlocks.pass_blocks
+    patch.setattr(WindowBlocks, "pass_blocks", lambda blocks, table, position: pass_blocks(blocks, table, position + 4))
+
+
+def window_blocks_never_given_up(patch):
+    patch.setattr(WindowBlocks, "pass_blocks", lambda blocks, table, position: None)
+
+
+def prefix_without_its_window(patch):
+    patch.setattr(WindowBlocks, "num_usable", lambda blocks, hashes, num_found: num_found)
+
+
+def blocks_of_groups_exchanged(patch):
+    find = WindowBlocks.find
+
+    def find_exchanged(blocks, hashes, num_blocks):
+        table = find(blocks, hashes, num_blocks)
+        if not table.evicted:
+            table.block_ids.reverse()
+        return table
+
+    patch.setattr(WindowBlocks, "find", find_exchanged)
+
+
+def window_of_a_fork_not_held(patch):
+    add_sequence = PinnedPrefixes.add_sequence
+
+    def add_and_release(pinned, sequence, row, num_blocks):
+        add_sequence(pinned, sequence, row, num_blocks)
+        pinned._kv.pool.release(sequence.pinned_window.block_ids)
+
+    patch.setattr(PinnedPrefixes, "add_sequence", add_and_release)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        window_blocks_given_up_too_early,
+        window_blocks_never_given_up,
+        pytest.param(prefix_without_its_window, marks=pytest.mark.soak),
+        blocks_of_groups_exchanged,
+        window_of_a_fork_not_held,
+    ],
+    ids=lambda plant: plant.__name__,
+)
+def test_planted_bug_of_windows_is_caught(explore, windowed_world_type, monkeypatch, plant):
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, LookupError)):
+        explore(windowed_world_type, 1000, 20, shrink=False)

@@ -14,6 +14,15 @@ def test_100_sequences_with_recurrent_states(explore, stateful_world_type):
     explore(stateful_world_type, 100, 25)
 
 
+def test_100_sequences_with_windows(explore, windowed_world_type):
+    explore(windowed_world_type, 100, 25)
+
+
+@pytest.mark.soak
+def test_5000_sequences_of_150_operations_with_windows(explore, windowed_world_type):
+    explore(windowed_world_type, 5000, 150)
+
+
 @pytest.mark.soak
 def test_5000_sequences_of_150_operations_with_recurrent_states(explore, stateful_world_type):
     explore(stateful_world_type, 5000, 150)

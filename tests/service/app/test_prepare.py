@@ -138,3 +138,13 @@ def test_the_effective_limits_are_described():
     facts = msgspec.structs.replace(facts, num_host_blocks=100)
     last_line = serve.describe(facts, SchedulerConfig()).splitlines()[-1]
     assert last_line == "KV cache of 128 tokens in float16, 1 MiB; 1,600 tokens more in host memory"
+
+
+def test_what_long_sequences_take_where_layers_have_windows_is_described():
+    """Of 300 blocks, a short sequence takes 3 for 16 tokens; one of 4,096 takes 256, and 2 x 15 for its windows."""
+    sizes = (300, 16, 64, 4096, 50, 64)
+    facts = WorkerFacts(*sizes, "Arch", "cpu", "cpu", "bfloat16", "bfloat16", 3 << 20, 1 << 20)
+    facts = msgspec.structs.replace(facts, num_window_groups=2, window=150, num_host_blocks=30)
+    last_line = serve.describe(facts, SchedulerConfig()).splitlines()[-1]
+    expected = "KV cache of 1,600 tokens, or 4,296 in sequences of 4,096, in bfloat16, 1 MiB"
+    assert last_line == f"{expected}; 160 tokens more in host memory"

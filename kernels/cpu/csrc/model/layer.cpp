@@ -8,6 +8,7 @@ namespace penstock {
 
 void StepRun::layer(const DecoderLayer& layer, int index) {
   layer_index_ = index;
+  rows_ = group_rows_[layer.kv_group];
   take_sizes(layer);
   uint8_t* pages = model_.pages + layer.kv_offset;
   bool last = index == model_.num_layers - 1;
@@ -260,17 +261,20 @@ void StepRun::keep_wanted_rows(bool has_mixed) {
 void StepRun::keep_wanted_queries(int index) {
   int wanted = step_.num_wanted(), row = 0;
   if (wanted == num_rows_) return;  // a batch of decoding rows
-  AttentionRow* rows = arena_.take<AttentionRow>(wanted);
+  AttentionRow** group_rows = arena_.take<AttentionRow*>(num_groups_);
+  for (int group = 0; group < num_groups_; group++) group_rows[group] = arena_.take<AttentionRow>(wanted);
   for (int i = 0; i < wanted; i++) {
     int64_t token = step_.wanted(i);
     while (token < step_.token_starts[row]) row--;
     while (token >= step_.token_starts[row + 1]) row++;
     int position = rows_[row].start + static_cast<int>(token - step_.token_starts[row]);
-    rows[i] = {rows_[row].pages, i, position, position + 1};
+    for (int group = 0; group < num_groups_; group++)
+      group_rows[group][i] = {group_rows_[group][row].pages, i, position, position + 1};
     page_items_[i] = {i, position, position + 1};
   }
   keep_wanted_rows(false);
-  rows_ = rows;
+  group_rows_ = group_rows;
+  rows_ = group_rows_[0];
   num_attention_rows_ = wanted;
   num_page_items_ = wanted;
   only_wanted_ = true;

@@ -99,6 +99,7 @@ struct DecoderLayer {
   int32_t has_kv;           // else it attends to the keys and values of an earlier layer, and qkv has only queries
   int32_t values_are_keys;  // before any norm: qkv has no values
   int32_t intermediate_size;
+  int32_t kv_group;  // of the layer's keys and values: see Step::window_tables
   KvLayout kv;
   int64_t kv_offset;  // from the start of a page to the layer's keys and values, or to those that it attends to
   PackedLinear qkv, output;  // of attention; or no parts
@@ -194,6 +195,10 @@ struct Step {
   const int64_t* token_starts;  // (R + 1,)
   const int64_t* tables;        // (R, table_stride) block ids
   int64_t table_stride;
+  // (num_window_groups, R, table_stride): the block ids of groups 1, 2, ... of layers, none of which has a window above
+  // `window`. Those of blocks that a row's tokens do not see are not read. Group 0 has `tables`.
+  const int64_t* window_tables;
+  int64_t num_window_groups, window;
   // No token of the batch is in more than one of `sampled`, `scored` and `pooled`, so there is room for T in total.
   // Rows whose next token is chosen, with their parameters and results; each has room for `room` likeliest tokens.
   const int64_t* sampled;  // (num_sampled,) index in the batch of the row's last token

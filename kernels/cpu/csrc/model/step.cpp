@@ -169,21 +169,29 @@ void StepRun::lay_out() {
   for (int i = 0; i < threads_.num(); i++) row_room_[i] = arena_.take<float>(2 * row_floats_);
 }
 
-// Converts block tables to tables of pages, and divides the tokens to be written by page.
+// Converts the block tables of all groups to tables of pages, and divides the tokens to be written by page.
 void StepRun::find_pages() {
   int pages_per_block = model_.block_size / LANES;
-  rows_ = arena_.take<AttentionRow>(step_.num_rows);
+  num_groups_ = 1 + static_cast<int>(step_.num_window_groups);
+  group_rows_ = arena_.take<AttentionRow*>(num_groups_);
+  for (int group = 0; group < num_groups_; group++) group_rows_[group] = arena_.take<AttentionRow>(step_.num_rows);
+  rows_ = group_rows_[0];
   num_attention_rows_ = step_.num_rows;
   page_items_ = arena_.take<PageItem>(step_.num_tokens + step_.num_rows);
   num_page_items_ = 0;
   for (int r = 0; r < step_.num_rows; r++) {
     int start = static_cast<int>(step_.starts[r]), end = static_cast<int>(step_.ends[r]);
     int num_pages = (end + LANES - 1) / LANES;
-    int32_t* pages = arena_.take<int32_t>(num_pages);
-    const int64_t* blocks = step_.tables + r * step_.table_stride;
-    for (int i = 0; i < num_pages; i++)
-      pages[i] = static_cast<int32_t>(blocks[i / pages_per_block]) * pages_per_block + i % pages_per_block;
-    rows_[r] = {pages, static_cast<int32_t>(step_.token_starts[r]), start, end};
+    for (int group = 0; group < num_groups_; group++) {
+      int32_t* pages = arena_.take<int32_t>(num_pages);
+      int64_t row = r + static_cast<int64_t>(group - 1) * step_.num_rows;
+      const int64_t* blocks = group ? step_.window_tables + row * step_.table_stride
+                                    : step_.tables + r * step_.table_stride;
+      int first = group && start >= step_.window ? (start + 1 - static_cast<int>(step_.window)) / LANES : 0;
+      for (int i = first; i < num_pages; i++)
+        pages[i] = static_cast<int32_t>(blocks[i / pages_per_block]) * pages_per_block + i % pages_per_block;
+      group_rows_[group][r] = {pages, static_cast<int32_t>(step_.token_starts[r]), start, end};
+    }
     for (int begin = start; begin < end;) {
       int next = (begin / LANES + 1) * LANES < end ? (begin / LANES + 1) * LANES : end;
       page_items_[num_page_items_++] = {r, begin, next};

@@ -198,7 +198,9 @@ class StepRun {
   float** row_room_;  // per thread: room for one row of any kind
   int64_t row_floats_;
   uint8_t* inputs_[3];
-  AttentionRow* rows_;
+  AttentionRow** group_rows_;  // of each group of layers
+  int num_groups_;
+  AttentionRow* rows_;  // of the current layer's group
   int num_attention_rows_;
   PageItem* page_items_;
   int num_page_items_;

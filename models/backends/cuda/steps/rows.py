@@ -45,6 +45,9 @@ class CudaRows:
             next_tokens=zeros(num_rows),
             histories=zeros(num_rows, shape.max_history),
         )
+        self.window_tables = zeros(model.num_window_groups, num_rows, model.max_pages)
+        """(groups, R, N) int32: the pages of layers with a window, if these have pages of their own. Those before a
+        row's window are not read."""
         self.masks = zeros(self._num_lines + model.max_sampled, shape.mask_words)
         """(lines + masks, ceil(V / 32)) int32: what rows allow, then what grammars allow in the newest step."""
         self.sampler = SamplerRows(
@@ -58,6 +61,7 @@ class CudaRows:
         )
         self._known: list[Row | None] = [None] * num_rows
         self._num_blocks = [0] * num_rows
+        self._window_ends = [0] * num_rows
         self._free_lines = list(range(self._num_lines))
         self._lines: dict[Row, int] = {}
 
@@ -66,6 +70,8 @@ class CudaRows:
         known, num_blocks = self._known, self._num_blocks
         added = [row for row in batch.rows if known[row.number] is not row]
         extended = [row for row in batch.rows if known[row.number] is row and row.num_blocks > num_blocks[row.number]]
+        if len(self.window_tables):
+            self._extend_windows(batch.rows, batch.table)  # reads which rows are new
         if added:
             self._add(added, batch.table)
         if extended:
@@ -126,6 +132,19 @@ class CudaRows:
             self._num_blocks[row.number] = row.num_blocks
         rows, places, blocks = self._copied(np.concatenate(parts, axis=1))
         self.rows.tables[rows, places] = blocks.int()
+
+    def _extend_windows(self, rows: list[Row], table: RowTable) -> None:
+        parts = []
+        for row in rows:
+            begin = self._window_ends[row.number] if self._known[row.number] is row else 0
+            if begin < row.window_end:
+                places = np.stack((np.full(row.window_end - begin, row.number), np.arange(begin, row.window_end)))
+                parts.append(np.concatenate((places, table.window_blocks(row, begin))))
+                self._window_ends[row.number] = row.window_end
+        if parts:
+            numbers, places, *of_groups = self._copied(np.concatenate(parts, axis=1))
+            for pages, blocks in zip(self.window_tables, of_groups, strict=True):
+                pages[numbers, places] = blocks.int()
 
     # Lines ------------------------------------------------------------------------------------------------------------
 

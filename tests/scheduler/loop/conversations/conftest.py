@@ -9,6 +9,7 @@ from penstock.kv.block_hash import hash_blocks, tenant_salt
 from penstock.scheduler.config import SchedulerConfig
 from penstock.scheduler.loop.scheduler import Scheduler
 from penstock.scheduler.plan import StepPlan
+from penstock.scheduler.testing.fake_windows import WindowedSlots
 from penstock.scheduler.testing.fake_worker import CheckedSlots, FakeWorker, token_of_history
 from penstock.scheduler.worker_config import WorkerFacts
 
@@ -18,20 +19,24 @@ BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE, MAX_MODEL_LEN = 16, 2048, 1000, 16_384
 class Conversations:
     """Requests with blocks of 16 tokens, each of which is checked from its first event to its last."""
 
-    def __init__(self, num_state_slots: int, *, caches_prefixes: bool = True) -> None:
+    def __init__(self, num_state_slots: int = 0, *, caches_prefixes: bool = True, **groups) -> None:
+        """``groups``: the groups of layers with a window, as the facts have them."""
         limits = (MAX_MODEL_LEN, 8, 512, "fake", "fake", "cpu", "float32", "float32", 0, 0)
-        facts = WorkerFacts(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE, *limits, num_state_slots=num_state_slots)
+        facts = WorkerFacts(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE, *limits, num_state_slots=num_state_slots, **groups)
         config = SchedulerConfig(max_num_batched_tokens=512, enable_prefix_caching=caches_prefixes)
         self.scheduler = Scheduler(facts, config)
-        self._worker = FakeWorker(facts, token_of_history(VOCAB_SIZE), CheckedSlots(NUM_BLOCKS, BLOCK_SIZE))
+        slots = WindowedSlots(facts) if groups else CheckedSlots(NUM_BLOCKS, BLOCK_SIZE)
+        self._worker = FakeWorker(facts, token_of_history(VOCAB_SIZE), slots)
         self._plans: deque[StepPlan] = deque()
         self._num_requests = 0
         self.num_computed = 0
         """Tokens of histories that were computed since the last call of ``ask``."""
+        self.most_held = 0
+        """The maximum number of blocks that were held at a time since then."""
 
     def ask(self, *prompts: list[int], max_tokens: int = 30, **fields) -> list[list[int]]:
         """Runs requests that arrive together to their ends; returns the first choice of each."""
-        self.num_computed = 0
+        self.num_computed = self.most_held = 0
         answers = []
         for prompt in prompts:
             request = make_request(str(self._num_requests), prompt, block_size=16, max_tokens=max_tokens, **fields)
@@ -42,6 +47,8 @@ class Conversations:
             while (plan := self.scheduler.schedule()) is not None:
                 self._plans.append(plan)
                 self.num_computed += sum(chunk.end - chunk.start for chunk in plan.chunks)
+                pool = self.scheduler.kv.pool
+                self.most_held = max(self.most_held, pool.num_blocks - pool.num_free)
             self._answer()
         while self._plans:
             self._answer()
