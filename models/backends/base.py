@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Protocol
 from penstock.models.architecture.foreign import ForeignSpec
 from penstock.models.architecture.registry import nearest
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.backends.kv_groups import KvGroups, one_group
+from penstock.models.backends.kv_groups import KvGroups
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.batch.row_states import StateCommit
 from penstock.models.checkpoint.checkpoint import check_checkpoint
@@ -114,7 +114,7 @@ def context_of(
     config: WorkerConfig, spec: ModelSpec, num_blocks: int | None = None, groups: KvGroups | None = None
 ) -> int:
     """Returns the number of positions that a row may have: as many as the config has, else as the model was made for
-    and ``num_blocks`` KV blocks hold, for these ``groups``. Raises ModelError if the config exceeds the model's."""
+    and ``num_blocks`` KV blocks hold, by default of one group. Raises ModelError if the config exceeds the model's."""
     max_model_len = config.max_model_len or spec.max_positions
     if max_model_len > spec.max_positions:
         raise ModelError(
@@ -122,7 +122,9 @@ def context_of(
         )
     if num_blocks is None or config.max_model_len is not None or config.num_blocks is not None:
         return max_model_len
-    return min(max_model_len, (groups or one_group(spec)).in_blocks(config).longest(num_blocks))
+    if groups is None:
+        return min(max_model_len, num_blocks * config.block_size)
+    return min(max_model_len, groups.in_blocks(config).longest(num_blocks))
 
 
 def shared_facts(

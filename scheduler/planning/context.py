@@ -47,5 +47,5 @@ class PlanningContext:
 
     def is_above_share(self, tenant: TenantUse) -> bool:
         """Returns whether a tenant's running rows hold more than its share of the blocks."""
-        num_held = sum(len(sequence.held_blocks) for sequence in self.running if sequence.live.tenant is tenant)
+        num_held = sum(sequence.num_held for sequence in self.running if sequence.live.tenant is tenant)
         return num_held > self.kv.pool.num_blocks * self.tenants.share(tenant)

@@ -55,7 +55,7 @@ class PreemptionPolicy:
     def _blocks_held(self) -> Counter[TenantUse]:
         held = Counter[TenantUse]()
         for sequence in self._running:
-            held[sequence.live.tenant] += len(sequence.held_blocks)
+            held[sequence.live.tenant] += sequence.num_held
         return held
 
     def victim_for_decode(self, needy: SequenceState, unplanned: Iterable[SequenceState]) -> SequenceState:

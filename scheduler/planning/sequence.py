@@ -268,6 +268,11 @@ class SequenceState:
         return [*self.block_ids, *self.window.block_ids] if self.window.block_ids else self.block_ids
 
     @property
+    def num_held(self) -> int:
+        """The number of blocks of all groups in its row."""
+        return len(self.block_ids) + len(self.window.block_ids)
+
+    @property
     def reads_cache(self) -> bool:
         """Whether its row may begin after a cached prefix."""
         return not (self.index == 0 and self.live.wants_prompt_logprobs) and (

@@ -118,7 +118,7 @@ class ModelService(pb_grpc.ModelServiceServicer):
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
             kv_block_size=facts.block_size,
-            num_kv_blocks=facts.num_blocks,
+            num_kv_blocks=facts.num_kv_tokens // facts.block_size,
             max_draft_tokens=self._max_drafts,
         )
         model = pb.Model(limits=limits, features=self._features(config))

@@ -43,8 +43,8 @@ def test_what_windows_hold_does_not_grow_with_the_prompt(windowed):
 
 
 def test_what_windows_hold_does_not_grow_with_the_output(windowed):
-    windowed.ask(text(0, 50), max_tokens=5000)
-    in_windows = windowed.most_held - -(-5050 // BLOCK_SIZE)
+    windowed.ask(text(0, 50), max_tokens=1500)
+    in_windows = windowed.most_held - -(-1550 // BLOCK_SIZE)
     # A block before the window, two that are written, and one that is not given up yet.
     assert in_windows <= NUM_GROUPS * (NUM_BEFORE + 4)
 
