@@ -1,19 +1,20 @@
 """How many drafts of a trained MTP head are accepted, and what that gains.
 
-The model is the demo model as a GLM-4.5 without experts, which computes the same. Its head is trained here, for three
-minutes, on what the model writes after passages of this project's documentation: each draft is unrolled from the one
-before, as in https://arxiv.org/abs/2412.19437. The model is frozen, so its hidden states are computed once. Its
-vocabulary would cost as much as the head's layer, so each batch has the frequent ids and a sample of the others.
+The head is the demo model's, and trained here, for three minutes, on what the model writes after passages of this
+project's documentation: each draft is unrolled from the one before, as in https://arxiv.org/abs/2412.19437. The model
+is frozen, so its hidden states are computed once. Its vocabulary would cost as much as the head's layer, so each batch
+has the frequent ids and a sample of the others.
 
-Then a service without drafts continues other passages, greedily and at temperature 1. The first table has the drafts
-of an untrained head, the trained one and the demo model's EAGLE-3 head that are right, counted as in the card of the
-latter. The second one has the speed of services with those drafts. All must give the same tokens.
+Then the demo model continues other passages, greedily and at temperature 1. The first table has the drafts of an
+untrained head, the trained one and the demo model's EAGLE-3 head that are right, counted as in the card of the latter.
+The second one has the speed with those drafts of the wide model of `make bench-spec`, as a GLM-4.5 without experts:
+it computes the same function with 1.2 GB of weights, so that a step costs as much as that of a real model. All services
+must give the same tokens.
 """
 
 import argparse
 import json
 import re
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from spec_bench.widen import Sizes, widen, widened
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
@@ -48,7 +51,7 @@ from penstock.service.llm import LLM
 
 DOCS = Path(__file__).parents[2] / "docs"
 EAGLE3 = "demo_eagle3"
-NUM_HELD_OUT = 48
+NUM_HELD_OUT, NUM_TIMED = 48, 4
 PASSAGE_CHARS, NEW_TOKENS, LENGTH = 200, 160, 128
 BATCH_TOKENS = 2048
 NUM_FREQUENT, NUM_DRAWN = 1536, 512
@@ -115,7 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=3.0, help="of training (default: 3)")
     parser.add_argument("--passages", type=int, default=1200, help="to train on, at most (default: 1200)")
-    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 3, 5], metavar="K", help="of a step")
+    parser.add_argument("--drafts", type=int, nargs="+", default=[1, 3], metavar="K", help="of a step (default: 1 3)")
     parser.add_argument("--model", type=Path, metavar="DIR", help="keep the model here, and reuse it if it is there")
     arguments = parser.parse_args()
     passages = read_passages()
@@ -127,9 +130,8 @@ def main() -> int:
             some = passages[:-NUM_HELD_OUT][: arguments.passages]
             write_model(model, train(target, some, arguments.minutes, Path(folder)))
         rest = passages[-NUM_HELD_OUT:]
-        outputs = run(model, rest, "none")
-        print_right_drafts(target, model, rest, outputs)
-        return print_speeds(model, rest, outputs, arguments.drafts)
+        print_right_drafts(target, model, rest, run(DEMO, rest, "none"))
+        return print_speeds(model, rest[:NUM_TIMED], arguments.drafts)
 
 
 def read_passages() -> list[str]:
@@ -197,10 +199,9 @@ def unrolled_loss(target: Decoder, tokens: Tensor, states: Tensor) -> Loss[Head]
 
 
 def write_model(folder: Path, head: Head) -> None:
-    """Writes the demo model as a GLM-4.5 with this head."""
-    demo = resolve_model(DEMO)
-    shutil.copytree(demo, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((demo / "config.json").read_text())
+    """Writes the wide model as a GLM-4.5 with this head, which is as wide."""
+    widen(folder)
+    config = json.loads((folder / "config.json").read_text())
     layers = config["num_hidden_layers"]
     without_experts = {
         "first_k_dense_replace": layers, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_shared_experts": 1,
@@ -209,16 +210,20 @@ def write_model(folder: Path, head: Head) -> None:
     config |= {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "use_qk_norm": True}
     config |= {"partial_rotary_factor": 1.0, "num_nextn_predict_layers": 1, **without_experts}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    tensors = {f"model.layers.{layers}.{name}": tensor for name, tensor in head.tensors().items()}
-    save_file({**load_file(demo / "model.safetensors"), **tensors}, folder / "model.safetensors", {"format": "pt"})
+    chance = torch.Generator().manual_seed(0)
+    tensors = {
+        f"model.layers.{layers}.{name}": widened(name, tensor, is_new=False, sizes=Sizes(), random=chance)
+        for name, tensor in head.tensors().items()
+    }
+    save_file({**load_file(folder / "model.safetensors"), **tensors}, folder / "model.safetensors", {"format": "pt"})
 
 
 def read_trained(target: Decoder, folder: Path) -> Head:
-    """Reads the head that ``write_model`` wrote."""
-    head, stored = Head(target), load_file(folder / "model.safetensors")
-    prefix = f"model.layers.{target.shape.num_layers}."
-    names = zip(head.state_dict(), head.tensors(), strict=True)
-    head.load_state_dict({ours: stored[prefix + published].float() for ours, published in names})
+    """Reads the head that ``write_model`` wrote, as wide as it was."""
+    head, prefix = Head(target), f"model.layers.{Sizes().num_hidden_layers}."
+    with safe_open(folder / "model.safetensors", framework="pt") as stored:
+        for ours, published in zip(head.state_dict().values(), head.tensors(), strict=True):
+            ours.copy_(stored.get_tensor(prefix + published)[tuple(map(slice, ours.shape))])
     return head
 
 
@@ -256,23 +261,24 @@ def print_right_drafts(target: Decoder, model: Path, passages: Sequence[str], ou
             print(f"| {name} | {choice} | {steps.tokens:,} |", *means)
 
 
-def print_speeds(model: Path, passages: Sequence[str], without: Outputs, counts: Sequence[int]) -> int:
+def print_speeds(model: Path, passages: Sequence[str], counts: Sequence[int]) -> int:
     """Prints the speed with each drafter and number of drafts; returns 1 if outputs differ."""
-    print("\n| drafts from | at most | choice | tokens of a step with drafts | tokens/s, one at a time |")
-    print("|---|---:|---|---:|---:|")
+    without = run(str(model), passages, "none")
+    print("\n| drafts from | at most | choice | tokens of a step with drafts | tokens/s | of the speed without |")
+    print("|---|---:|---|---:|---:|---:|")
     for choice, (seconds, completions) in without.items():
-        print(f"| none | | {choice} | | {num_tokens(completions) / seconds:,.0f} |")
+        print(f"| none | | {choice} | | {num_tokens(completions) / seconds:,.1f} | |")
     differing = 0
     for method in ({"method": "mtp"}, {"method": "eagle3", "model": EAGLE3}):
         for count in counts:
             config = json.dumps({**method, "num_speculative_tokens": count})
-            for choice, (seconds, completions) in run(model, passages, config).items():
+            for choice, (seconds, completions) in run(str(model), passages, config).items():
                 told = [one.speculation for one in completions if one.speculation is not None]
                 length = 1 + sum(one.accepted_tokens for one in told) / max(1, sum(one.steps for one in told))
-                _, before = without[choice]
+                before_s, before = without[choice]
                 differing += [one.token_ids for one in completions] != [one.token_ids for one in before]
-                rate = num_tokens(completions) / seconds
-                print(f"| {method['method']} | {count} | {choice} | {length:.2f} | {rate:,.0f} |")
+                speed = f"{num_tokens(completions) / seconds:,.1f} | {before_s / seconds:.2f}"
+                print(f"| {method['method']} | {count} | {choice} | {length:.2f} | {speed} |")
     if differing:
         print(f"outputs differ in {differing} runs", file=sys.stderr)
     return min(1, differing)
@@ -283,10 +289,10 @@ def num_tokens(completions: Sequence[Completion]) -> int:
     return sum(len(one.token_ids) for one in completions)
 
 
-def run(model: Path, passages: Sequence[str], speculation: str) -> Outputs:
+def run(model: str, passages: Sequence[str], speculation: str) -> Outputs:
     """Continues the passages, one at a time."""
     found = {}
-    with LLM(str(model), speculative_config=speculation) as llm:
+    with LLM(model, speculative_config=speculation) as llm:
         for name, temperature in CHOICES.items():
             llm.generate(passages[:1], max_tokens=16)
             began = time.perf_counter()

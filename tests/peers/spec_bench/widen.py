@@ -39,13 +39,13 @@ def widen(folder: Path, sizes: Sizes | None = None) -> int:
         is_new = layer != source
         for name in [name for name in weights if name.startswith(f"model.layers.{source}.")]:
             part = name.removeprefix(f"model.layers.{source}.")
-            wide[f"model.layers.{layer}.{part}"] = _widened(part, weights[name], is_new, sizes, random)
+            wide[f"model.layers.{layer}.{part}"] = widened(part, weights[name], is_new, sizes, random)
     num_bytes = sum(tensor.nbytes for tensor in wide.values())
     save_file(wide, folder / "model.safetensors", metadata={"format": "pt"})
     return num_bytes
 
 
-def _widened(part: str, tensor: torch.Tensor, is_new: bool, sizes: Sizes, random: torch.Generator) -> torch.Tensor:
+def widened(part: str, tensor: torch.Tensor, is_new: bool, sizes: Sizes, random: torch.Generator) -> torch.Tensor:
     """A tensor of a layer: what a new layer projects out is zero, and so is what an old one's new columns do."""
     if is_new and part in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
         tensor = torch.zeros_like(tensor)
