@@ -20,7 +20,6 @@ LONG_FUNCTIONS = {
     "kernels/cuda/attention/merge.py": {"merge_kernel"},
     "kernels/cuda/attention/prefill.py": {"prefill_kernel"},
     "kernels/cuda/moe/routing.py": {"route_kernel"},
-    "kernels/cuda/recurrent/chunked_scan.py": {"_chunk_products", "_scan_chunks"},
     "kernels/cuda/rope_kv.py": {"_rope_kv"},
     "kernels/cuda/sampling/logits.py": {"process_logits"},
 }

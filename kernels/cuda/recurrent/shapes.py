@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.kernels.cuda.core.launch import KernelVariant
-from penstock.kernels.cuda.recurrent.chunked_scan import chunked_scan_variants, is_chunked
+from penstock.kernels.cuda.recurrent.chunk_products import is_chunked
+from penstock.kernels.cuda.recurrent.chunked_scan import chunked_scan_variants
 from penstock.kernels.cuda.recurrent.convolution import ConvolutionShape, convolution_variant
 from penstock.kernels.cuda.recurrent.gated_norm import GatedNormShape, gated_norm_variant
 from penstock.kernels.cuda.recurrent.scan import ScanShape, scan_variant

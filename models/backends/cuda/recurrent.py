@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cuda.model_shapes import ModelShape
-from penstock.kernels.cuda.recurrent.chunked_scan import is_chunked, products_size, scan_chunks
+from penstock.kernels.cuda.recurrent.chunk_products import is_chunked, products_size
+from penstock.kernels.cuda.recurrent.chunked_scan import scan_chunks
 from penstock.kernels.cuda.recurrent.convolution import ConvolutionShape, convolve
 from penstock.kernels.cuda.recurrent.gated_norm import GatedNormShape, gated_norm
 from penstock.kernels.cuda.recurrent.rows import LEAST_CHUNKED, RecurrentRows, RowChunks

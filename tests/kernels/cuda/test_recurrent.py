@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 from torch.testing import assert_close
 
-from penstock.kernels.cuda.recurrent.chunked_scan import products_size, scan_chunks
+from penstock.kernels.cuda.recurrent.chunk_products import products_size
+from penstock.kernels.cuda.recurrent.chunked_scan import scan_chunks
 from penstock.kernels.cuda.recurrent.convolution import ConvolutionShape, convolve
 from penstock.kernels.cuda.recurrent.gated_norm import GatedNormShape, gated_norm
 from penstock.kernels.cuda.recurrent.rows import LEAST_CHUNKED, RecurrentRows, RowChunks, chunk_lengths

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from gpu_bench.kernels import Case, Make, distance
 from gpu_bench.sizes import Model, Sizes
-from penstock.kernels.cuda.recurrent.chunked_scan import products_size, scan_chunks
+from penstock.kernels.cuda.recurrent.chunk_products import products_size
+from penstock.kernels.cuda.recurrent.chunked_scan import scan_chunks
 from penstock.kernels.cuda.recurrent.rows import RecurrentRows, RowChunks, chunk_lengths
 from penstock.kernels.cuda.recurrent.scan import ScanShape, scan
 from penstock.kernels.reference.recurrent import gated_delta_rule, state_space_scan
