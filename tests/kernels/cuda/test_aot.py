@@ -87,7 +87,7 @@ from penstock.kernels.aot import measure
 from penstock.kernels.cuda.example_shapes import SHAPES
 from penstock.kernels.cuda.recurrent.shapes import recurrent_variants
 for kind in (kind for shape in SHAPES.values() for kind in shape.recurrent):
-    for variant in recurrent_variants(kind, commits=True):
+    for variant in recurrent_variants(kind, commits=True, deterministic=False):
         needed = measure(variant, 90)
         print(needed.spilled_bytes, needed.name)
 """
@@ -147,7 +147,13 @@ def test_every_variant_compiles_for_hopper(models: tuple[str, ...], folder: Path
 def test_recurrent_layers_compile_for_hopper_and_spill_nothing(folder: Path) -> None:
     printed = run(folder, "-c", RECURRENT)
     print(printed)
-    assert {line.split()[1] for line in printed.splitlines()} == {"_convolution", "_scan", "_gated_norm"}
+    assert {line.split()[1] for line in printed.splitlines()} == {
+        "_convolution",
+        "_scan",
+        "_chunk_products",
+        "_scan_chunks",
+        "_gated_norm",
+    }
     assert all(line.startswith("0 ") for line in printed.splitlines())
 
 
