@@ -209,9 +209,9 @@ def test_masks_are_awaited_while_layers_run(pair, monkeypatch):
     def note(of: Any, name: str) -> None:
         function = getattr(of, name)
 
-        def noted(*args: Any) -> Any:
+        def noted(*args: Any, **more: Any) -> Any:
             order.append(name)
-            return function(*args)
+            return function(*args, **more)
 
         monkeypatch.setattr(of, name, noted)
 
