@@ -187,7 +187,8 @@ soak: setup ## run the long tests in full, then sanitize and emulate; with ARGS,
 nocompiler: setup ## run the tests as on a machine without a C++ compiler, and so without the CPU library
 	CXX=/none PENSTOCK_CPU_LIBRARY=/none $(BIN)/pytest $(BY_TURNS) $(ARGS)
 
-KERNEL_TESTS := tests/kernels/test_cpu_*.py
+# test_cpu_arm.py starts an emulator by itself.
+KERNEL_TESTS := $(filter-out tests/kernels/test_cpu_arm.py,$(wildcard tests/kernels/test_cpu_*.py))
 
 # The sanitizer's library is loaded first, then libstdc++, whose exceptions it intercepts: torch throws some. Python
 # allocates with malloc, so that reads beyond a bytes object are detected too. Leaks are ignored, since Python leaks at
