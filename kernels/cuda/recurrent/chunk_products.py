@@ -26,6 +26,28 @@ CHUNK_ARGUMENTS = dict.fromkeys(("firsts", "chunk_starts", "chunk_lengths"), tor
 
 
 @triton.jit
+def _halves(x):
+    """fp32 as a sum of two numbers in bf16. The first is rounded by integers: a slow unit does conversions to bf16 and
+    back."""
+    bits = x.to(tl.int32, bitcast=True) + 0x8000
+    rest = x - (bits & -0x10000).to(tl.float32, bitcast=True)
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), rest.to(tl.bfloat16)
+
+
+@triton.jit
+def multiply(x, y, total, PRECISION: tl.constexpr):
+    """``total`` plus the product of two matrices in fp32; see ``precision``."""
+    if PRECISION == "bf16x3":
+        first, second = _halves(x)
+        other_first, other_second = _halves(y)
+        total = tl.dot(second, other_first, total)
+        total = tl.dot(first, other_second, total)
+        return tl.dot(first, other_first, total)
+    else:
+        return tl.dot(x, y, total, input_precision=PRECISION)
+
+
+@triton.jit
 def _inverse(lower, SIZE: tl.constexpr):
     """The inverse of I + ``lower``, which is (SIZE, SIZE) and 0 on its diagonal and above, row by row.
 
@@ -58,9 +80,9 @@ def _multiply_keys(
         inside = there[:, None] & (keys < K)[None, :]
         key = tl.load(of_key + keys[None, :], mask=inside, other=0.0)
         query = tl.load(of_query + keys[None, :], mask=inside, other=0.0)
-        scores = tl.dot(query, tl.trans(key), scores, input_precision=PRECISION)
+        scores = multiply(query, tl.trans(key), scores, PRECISION)
         if UNIT_EPS is not None:
-            overlaps = tl.dot(key, tl.trans(key), overlaps, input_precision=PRECISION)
+            overlaps = multiply(key, tl.trans(key), overlaps, PRECISION)
             query_squares += tl.sum(query * query, axis=1)
             key_squares += tl.sum(key * key, axis=1)
     if UNIT_EPS is not None:
@@ -154,7 +176,7 @@ def block_rows(shape: ScanShape, most: int) -> int:
 
 def precision(shape: ScanShape) -> str:
     """How fp32 is multiplied: as three products in tf32; or in bf16, which need half the registers, and for keys of
-    length 1 are exact enough. The interpreter, which has only the first, multiplies in fp32."""
+    length 1 are exact enough. The interpreter does the first in fp32, and multiplies bf16 incorrectly."""
     return "bf16x3" if shape.erases and not interpreted() else "tf32x3"
 
 

@@ -28,6 +28,7 @@ from penstock.kernels.cuda.recurrent.chunk_products import (
     NUM_FACTORS,
     block_rows,
     chunk_products_variant,
+    multiply,
     multiply_chunks,
     precision,
     products_row,
@@ -58,9 +59,9 @@ def _multiply_state(
     for part in tl.static_range(PARTS):
         if ERASES:
             key = _load_keys(of_key, there, keys, part, K, BLOCK_K)
-            known = tl.dot(key, state[part], known, input_precision=PRECISION)
+            known = multiply(key, state[part], known, PRECISION)
         query = _load_keys(of_query, there, keys, part, K, BLOCK_K)
-        result = tl.dot(query, state[part], result, input_precision=PRECISION)
+        result = multiply(query, state[part], result, PRECISION)
     return result, known
 
 
@@ -73,7 +74,7 @@ def _add_keys(
     parts = ()
     for part in tl.static_range(PARTS):
         key = _load_keys(of_key, there, keys, part, K, BLOCK_K)
-        made = tl.dot(tl.trans(key), added, state[part] * kept, input_precision=PRECISION)
+        made = multiply(tl.trans(key), added, state[part] * kept, PRECISION)
         parts += (made,)  # type: ignore[assignment]
     return parts
 
@@ -142,9 +143,9 @@ def _scan_chunks(
         if ERASES:
             added -= known * tl.load(of_product + (FACTORS + 3), mask=there, other=0.0)[:, None]
             inverse = tl.load(of_product[:, None] + (LENGTH + number[None, :]), mask=there[:, None], other=0.0)
-            added = tl.dot(inverse, added, input_precision=PRECISION)
+            added = multiply(inverse, added, tl.zeros((LENGTH, BLOCK_V), dtype=tl.float32), PRECISION)
         weights = tl.load(of_product[:, None] + number[None, :], mask=there[:, None], other=0.0)
-        result = tl.dot(weights, added, result, input_precision=PRECISION)
+        result = multiply(weights, added, result, PRECISION)
         if skips is not None:
             result += value * tl.load(skips + head)
         of_result = (y + begin * (HEADS * V)) + (number[:, None] * (HEADS * V) + at_value[None, :])

@@ -32,7 +32,7 @@ from penstock.models.backends.cuda.shapes import shape_of
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MAX_NUM_SEQS, MAX_MODEL_LEN = 6, 64
+MAX_NUM_SEQS, MAX_MODEL_LEN = 6, 80
 
 
 SMALLER = {
@@ -105,19 +105,19 @@ def test_rows_of_tiny_models(name, tmp_path, build_model, rows, check_greedy, pr
     ahead = set(map(describe, chain(variants(shape), float_variants(shape))))
     assert set(map(describe, launches.warmed)) == ahead, "what is warmed is what is compiled ahead"
 
-    prompt = prompt[:45]
+    prompt = prompt[:61]
     truth = play.begin(play.row(0, prompt, slot=0), 11, snapshots=[StateSnapshot(0, 16, 4)]).token_ids
     again = play.row(1, prompt, 1, 4, like=0, at=16)
-    decoded, begun = play.run(added=[again], chunks=[Chunk(1, 16, 45)], decodes=[Decode(0, 1)])
+    decoded, begun = play.run(added=[again], chunks=[Chunk(1, 16, 61)], decodes=[Decode(0, 1)])
     assert begun.token_ids == truth
     truth += decoded.token_ids + play.decode(0, 3)
     check_greedy(model, prompt, truth)
 
-    # Row 1 is at position 45. The border, at 48, is after the third of its tokens; the last draft is wrong.
-    result = play.verify(1, [*truth[1:3], (truth[3] + 1) % 160], [StateSnapshot(1, 48, 5)])
+    # Row 1 is at position 61. The border, at 64, is after the third of its tokens; the last draft is wrong.
+    result = play.verify(1, [*truth[1:3], (truth[3] + 1) % 160], [StateSnapshot(1, 64, 5)])
     assert result.token_ids == truth[1:4]
     assert play.decode(1, 1) == truth[4:5]
-    assert play.begin(play.row(2, prompt + truth[:4], 2, 5, like=1, at=48)).token_ids == truth[4:5]
+    assert play.begin(play.row(2, prompt + truth[:4], 2, 5, like=1, at=64)).token_ids == truth[4:5]
 
     # Row 0 has a grammar now. Its mask comes late once; then a step starts before the one before it is finished.
     play.runner._rows[0].matcher = Anything()
