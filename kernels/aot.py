@@ -66,7 +66,7 @@ def variants(shape: ModelShape) -> Iterator[KernelVariant]:
         else:
             yield from _latent_variants(kind, kind.latent)
     for recurrent in shape.recurrent:
-        yield from recurrent_variants(recurrent, commits=shape.commits_states)
+        yield from recurrent_variants(recurrent, commits=shape.commits_states, deterministic=shape.deterministic)
     sequences = MIN_SEQUENCES  # and one variant for each power of 2, up to the first that suffices
     of_rows = (shape.max_pages, shape.max_positions, shape.slots, shape.vocab_size)
     yield prepare_variant(sequences, *of_rows)

@@ -1,11 +1,18 @@
-"""The rows of a step whose recurrent states advance."""
+"""The rows of a step whose recurrent states advance, and the chunks that their tokens are computed in."""
 
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.cuda.core.common import check
+
+CHUNK = 64
+"""The maximum number of tokens of a chunk."""
+LEAST_CHUNKED = 32
+"""Rows of fewer tokens are scanned token by token. Not measured: a chunk takes about as long as some tokens."""
 
 ROW_ARGUMENTS = dict.fromkeys(("slots", "starts", "counts", "advancing", "saves"), torch.int32)
 """The arguments of kernels that get ``RecurrentRows``."""
@@ -34,6 +41,33 @@ class RecurrentRows(NamedTuple):
             check(tensor, (rows,), torch.int32)
         check(self.saves, (num_tokens,), torch.int32)
         return rows
+
+
+class RowChunks(NamedTuple):
+    """The chunks of those of B rows that are scanned in chunks; see ``chunk_lengths``."""
+
+    firsts: Tensor
+    """(B + 1,) int32: row b has the chunks from ``firsts[b]`` up to ``firsts[b + 1]``. A row without any is scanned
+    token by token."""
+    starts: Tensor
+    """(C,) int32: the index in the step of each chunk's first token. Only the first ``firsts[B]`` entries are read."""
+    lengths: Tensor
+    """(C,) int32: the number of the chunk's tokens, up to ``CHUNK``."""
+
+    def check_sizes(self, num_rows: int) -> None:
+        """Asserts the shapes and dtypes."""
+        check(self.firsts, (num_rows + 1,), torch.int32)
+        check(self.starts, self.lengths.shape, torch.int32)
+        check(self.lengths, self.starts.shape, torch.int32)
+
+
+def chunk_lengths(count: int, advancing: int, saves: Iterable[int]) -> Iterator[int]:
+    """Cuts a row's ``count`` tokens into chunks, and yields their lengths. A chunk ends wherever the row's state is
+    copied or written: after ``advancing`` tokens, and after each number of tokens in ``saves`` up to that."""
+    ends = {0, advancing, count, *(number for number in saves if 0 < number <= advancing)}
+    for begin, end in pairwise(sorted(ends)):
+        for first in range(begin, end, CHUNK):
+            yield min(CHUNK, end - first)
 
 
 def check_states(states: Tensor, stride: int) -> None:

@@ -1,6 +1,6 @@
 """The scans of recurrent layers with a matrix per head: the gated delta rule and Mamba-2. A program advances some
 columns of one head's matrix by the tokens of one row, one after another, so a row's bits do not depend on how it is cut
-into steps."""
+into steps. Rows of many tokens may have chunks instead: see ``scan_chunks``."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.kernels.cuda.core.common import await_inputs, check
 from penstock.kernels.cuda.core.launch import KernelVariant
-from penstock.kernels.cuda.recurrent.rows import ROW_ARGUMENTS, RecurrentRows, check_states
+from penstock.kernels.cuda.recurrent.rows import ROW_ARGUMENTS, RecurrentRows, RowChunks, check_states
 
 BLOCK = 4096
 """Numbers of a matrix per program: 32 registers of each thread."""
@@ -21,7 +21,7 @@ MAX_KEY_SIZE = 1024
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """log(1 + exp(x)), exact to the last bits for small exp(x) too."""
     small = tl.exp(-tl.abs(x))
     total = 1.0 + small
@@ -32,23 +32,25 @@ def _softplus(x):
 
 @triton.jit
 def _scan(
-    mixed, x, decay_bias, rates, skips, matrices, slots, starts, counts, advancing, saves, y, CHANNELS: tl.constexpr,
-    COLUMNS: tl.constexpr, QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BETA: tl.constexpr,
-    DECAY: tl.constexpr, HEADS: tl.constexpr, HEADS_PER_KEY: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    UNIT_EPS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, STRIDE: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    mixed, x, decay_bias, rates, skips, matrices, slots, starts, counts, advancing, saves, firsts, y,
+    CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, QUERY: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    BETA: tl.constexpr, DECAY: tl.constexpr, HEADS: tl.constexpr, HEADS_PER_KEY: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, UNIT_EPS: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_inputs(PDL)
     row, head = tl.program_id(0), tl.program_id(1)
     keys = tl.arange(0, BLOCK_K)
     columns = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     count = tl.load(counts + row)
+    if firsts is not None:
+        count = tl.where(tl.load(firsts + row) == tl.load(firsts + row + 1), count, 0)
     start = tl.load(starts + row).to(tl.int64)
     advanced = tl.load(advancing + row)
     of_head = matrices + head * (K * V) + keys[:, None] * V + columns[None, :]
     inside = (keys < K)[:, None] & (columns < V)[None, :]
     live = of_head + tl.load(slots + row).to(tl.int64) * STRIDE
-    # Rows without tokens load nothing.
+    # Rows without tokens load nothing, nor do those with chunks.
     state = tl.load(live, mask=inside & (keys < tl.where(count > 0, K, 0))[:, None], other=0.0)
     rate = tl.load(rates + head)
     bias = tl.load(decay_bias + head)
@@ -59,7 +61,7 @@ def _scan(
         of_token = mixed + token * CHANNELS
         key = tl.load(of_token + KEY + at_key, mask=keys < K, other=0.0)
         value = tl.load(of_token + VALUE + at_value, mask=columns < V, other=0.0)
-        step = _softplus(tl.load(x + token * COLUMNS + DECAY + head).to(tl.float32) + bias)
+        step = softplus(tl.load(x + token * COLUMNS + DECAY + head).to(tl.float32) + bias)
         if UNIT_EPS is not None:
             key *= tl.rsqrt(tl.sum(key * key, axis=0) + UNIT_EPS)
             beta = tl.sigmoid(tl.load(x + token * COLUMNS + BETA + head).to(tl.float32))
@@ -118,9 +120,14 @@ class ScanShape:
     stride: int
     """The numbers of a slot: from a layer's matrices to those in the next slot."""
 
+    @property
+    def erases(self) -> bool:
+        """Whether a token's key first removes from the matrix what is there: the gated delta rule."""
+        return self.beta is not None
+
 
 @cache
-def scan_variant(shape: ScanShape, *, has_result: bool = True) -> KernelVariant:
+def scan_variant(shape: ScanShape, *, has_result: bool = True, has_chunks: bool = False) -> KernelVariant:
     """The variant of ``scan`` for a kind of layer."""
     block_k = triton.next_power_of_2(shape.key_size)
     block_v = min(max(BLOCK // block_k, 8), triton.next_power_of_2(shape.value_size))
@@ -131,9 +138,10 @@ def scan_variant(shape: ScanShape, *, has_result: bool = True) -> KernelVariant:
             "x": shape.dtype,
             "decay_bias": torch.float32,
             "rates": torch.float32,
-            "skips": torch.float32 if shape.beta is None else None,
+            "skips": None if shape.erases else torch.float32,
             "matrices": torch.float32,
             **ROW_ARGUMENTS,
+            "firsts": torch.int32 if has_chunks else None,
             "y": torch.float32 if has_result else None,
         },
         {
@@ -157,6 +165,7 @@ def scan(
     matrices: Tensor,
     rows: RecurrentRows,
     y: Tensor | None,
+    chunks: RowChunks | None = None,
 ) -> None:
     """Computes, token by token, with d = softplus(x + decay_bias) and a = exp(rates d) for each head:
 
@@ -166,7 +175,7 @@ def scan(
 
     ``mixed`` (T, channels) fp32 has the heads' queries, keys and values, and ``x`` (T, columns) what decay and beta
     follow from. ``decay_bias``, ``rates`` and ``skips`` are (heads,) in fp32, ``matrices`` (slots, heads, K, V) fp32
-    has S. ``y`` is (T, heads * V) fp32; without it, only states change.
+    has S. ``y`` is (T, heads * V) fp32; without it, only states change. Rows with ``chunks`` are left out.
     """
     tokens, _ = x.shape
     num_rows = rows.check_sizes(tokens)
@@ -178,6 +187,9 @@ def scan(
     assert matrices.shape[1:] == (shape.heads, shape.key_size, shape.value_size), matrices.shape
     if y is not None:
         check(y, (tokens, shape.heads * shape.value_size), torch.float32)
-    variant = scan_variant(shape, has_result=y is not None)
+    if chunks is not None:
+        chunks.check_sizes(num_rows)
+    variant = scan_variant(shape, has_result=y is not None, has_chunks=chunks is not None)
     grid = (num_rows, shape.heads, triton.cdiv(shape.value_size, variant.constants["BLOCK_V"]))
-    variant.launch(grid, mixed, x, decay_bias, rates, skips, matrices, *rows, y)
+    firsts = None if chunks is None else chunks.firsts
+    variant.launch(grid, mixed, x, decay_bias, rates, skips, matrices, *rows, firsts, y)

@@ -197,7 +197,7 @@ class CudaBackend:
         if self.states is None:
             return self._model.forward(step, ragged, size.longest)
         sampled = self._memory.inputs.part("line_tokens", size.sampled) if size.commits else None
-        row_states = RecurrentStep(self.states.rows(size, step), sampled, [])
+        row_states = RecurrentStep(self.states.rows(size, step), self.states.chunks(size), sampled, [])
         return self._model.forward(step, ragged, size.longest, row_states)
 
     def _choose(self, size: Size, hidden: Hidden) -> None:

@@ -188,7 +188,7 @@ class CudaLoading:
         attention = make_attention(config.attention_backend, self._shape, self._device)
         recurrent: RecurrentLayers | None = None
         if states is not None:
-            recurrent = RecurrentLayers(self.spec, weights.layers, states.layers, self._dtype, states.stride)
+            recurrent = RecurrentLayers(self.spec, weights.layers, states.layers, self._shape, states.stride)
         model = CudaModel(
             self.spec, weights, pages.of_layers, self._shape, self._parallel, self._linears, attention,
             config.feature_layers, kv_scales, part, recurrent,

@@ -242,7 +242,8 @@ class CudaModel:
     def changes(self) -> list[int]:
         """Returns the numbers of tokens of a step from which different kernels run."""
         of_experts = [] if self._mixture is None else self._mixture[0].changes()
-        return of_experts + self._linears.changes()
+        of_scans = [] if self._recurrent is None else self._recurrent.changes()
+        return of_experts + of_scans + self._linears.changes()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, hidden) -> (N, tokenizer's vocabulary): in the model's dtype, or in fp32 if they are capped."""

@@ -8,9 +8,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from penstock.kernels.cuda.model_shapes import ModelShape
+from penstock.kernels.cuda.recurrent.chunk_products import is_chunked, products_size
+from penstock.kernels.cuda.recurrent.chunked_scan import scan_chunks
 from penstock.kernels.cuda.recurrent.convolution import ConvolutionShape, convolve
 from penstock.kernels.cuda.recurrent.gated_norm import GatedNormShape, gated_norm
-from penstock.kernels.cuda.recurrent.rows import RecurrentRows
+from penstock.kernels.cuda.recurrent.rows import LEAST_CHUNKED, RecurrentRows, RowChunks
 from penstock.kernels.cuda.recurrent.scan import ScanShape, scan
 from penstock.kernels.cuda.recurrent.shapes import RecurrentShape
 from penstock.models.architecture.recurrent import GatedDeltaNet, Mamba2, RecurrentMixer, ShortConvolution
@@ -26,6 +29,7 @@ class RecurrentStep(NamedTuple):
     """The rows of a step, as its recurrent layers need them."""
 
     rows: RecurrentRows
+    chunks: RowChunks
     sampled: Tensor | None
     """(S,) int32: the tokens whose inputs to the layers are kept until the step has sampled; None: all tokens are
     certain."""
@@ -79,7 +83,7 @@ def recurrent_shape(mixer: RecurrentMixer, hidden_size: int, dtype: torch.dtype,
 class CudaMixer(Protocol):
     """A recurrent mixer, between its two linears."""
 
-    def advance(self, x: Tensor, rows: RecurrentRows, longest: int) -> Tensor:
+    def advance(self, x: Tensor, rows: RecurrentRows, chunks: RowChunks, longest: int) -> Tensor:
         """(T, rows of the linear ``inputs``) -> (T, columns of the linear ``output``), and advances the states. No row
         has over ``longest`` tokens."""
 
@@ -95,7 +99,7 @@ class CudaConvolution:
     shape: ConvolutionShape
     state: LayerState
 
-    def advance(self, x: Tensor, rows: RecurrentRows, longest: int) -> Tensor:
+    def advance(self, x: Tensor, rows: RecurrentRows, chunks: RowChunks, longest: int) -> Tensor:
         # Zeros, since nothing is written for tokens without a sequence, which pad a graph.
         y = x.new_zeros(len(x), self.shape.channels)
         convolve(self.shape, x, self.weights.weight, self.weights.bias, self.state.inputs, rows, y, longest)
@@ -130,18 +134,24 @@ class CudaScan:
     scan: ScanShape
     norm: GatedNormShape
     state: LayerState
+    products: Tensor | None
+    """Room for the products of chunks; None: every row is scanned token by token."""
 
-    def advance(self, x: Tensor, rows: RecurrentRows, longest: int) -> Tensor:
+    def advance(self, x: Tensor, rows: RecurrentRows, chunks: RowChunks, longest: int) -> Tensor:
         size = self.scan.heads * self.scan.value_size
         # Zeros, since nothing is written for tokens without a sequence, which pad a graph.
         scanned = x.new_zeros(len(x), size, dtype=torch.float32)
-        self._scan(self._convolve(x, rows, longest), x, rows, scanned)
+        mixed = self._convolve(x, rows, longest)
+        if self.products is not None and longest >= LEAST_CHUNKED:
+            of_heads = self.weights.decay_bias, self.weights.rates, self.weights.skips
+            scan_chunks(self.scan, mixed, x, *of_heads, self.state.matrices, rows, chunks, self.products, scanned)
+        self._scan(mixed, x, rows, scanned, None if self.products is None else chunks)
         y = x.new_empty(len(x), size)
         gated_norm(self.norm, scanned, x, self.weights.norm, y)
         return y
 
     def commit(self, x: Tensor, rows: RecurrentRows) -> None:
-        self._scan(self._convolve(x, rows, SEVERAL), x, rows, None)
+        self._scan(self._convolve(x, rows, SEVERAL), x, rows, None, None)
 
     def _convolve(self, x: Tensor, rows: RecurrentRows, longest: int) -> Tensor:
         weights = self.weights
@@ -149,13 +159,12 @@ class CudaScan:
         convolve(self.convolution, x, weights.weight, weights.bias, self.state.inputs, rows, mixed, longest)
         return mixed
 
-    def _scan(self, mixed: Tensor, x: Tensor, rows: RecurrentRows, y: Tensor | None) -> None:
-        weights = self.weights
-        decay_bias, rates, skips = weights.decay_bias, weights.rates, weights.skips
-        scan(self.scan, mixed, x, decay_bias, rates, skips, self.state.matrices, rows, y)
+    def _scan(self, mixed: Tensor, x: Tensor, rows: RecurrentRows, y: Tensor | None, chunks: RowChunks | None) -> None:
+        of_heads = self.weights.decay_bias, self.weights.rates, self.weights.skips
+        scan(self.scan, mixed, x, *of_heads, self.state.matrices, rows, y, chunks)
 
 
-def _make_mixer(layer: RecurrentLayer, shape: RecurrentShape, state: LayerState) -> CudaMixer:
+def _make_mixer(layer: RecurrentLayer, shape: RecurrentShape, state: LayerState, products: Tensor | None) -> CudaMixer:
     match layer:
         case ConvolutionLayer():
             return CudaConvolution(layer, shape.convolution, state)
@@ -168,7 +177,8 @@ def _make_mixer(layer: RecurrentLayer, shape: RecurrentShape, state: LayerState)
             raise AssertionError(f"there is no such mixer: {type(layer).__name__}")
     assert shape.scan is not None
     assert shape.norm is not None
-    return CudaScan(weights, shape.convolution, shape.scan, shape.norm, state)
+    products = products if is_chunked(shape.scan) else None
+    return CudaScan(weights, shape.convolution, shape.scan, shape.norm, state, products)
 
 
 class RecurrentLayers:
@@ -179,15 +189,32 @@ class RecurrentLayers:
         spec: ModelSpec,
         layers: Sequence[LayerWeights],
         states: Mapping[int, LayerState],
-        dtype: torch.dtype,
+        shape: ModelShape,
         stride: int,
     ) -> None:
         """``states`` are the layers' parts of slots that are ``stride`` numbers apart."""
         self._layers: dict[int, tuple[RecurrentLayer, CudaMixer]] = {}
+        products = None if shape.deterministic else self._take_room(shape, states)
+        self._has_chunks = products is not None
         for index, (mixer, layer) in enumerate(zip(spec.recurrent, layers, strict=True)):
             if mixer is not None and layer.recurrent is not None:
-                shape = recurrent_shape(mixer, spec.hidden_size, dtype, stride)
-                self._layers[index] = layer.recurrent, _make_mixer(layer.recurrent, shape, states[index])
+                kind = recurrent_shape(mixer, spec.hidden_size, shape.dtype, stride)
+                self._layers[index] = layer.recurrent, _make_mixer(layer.recurrent, kind, states[index], products)
+
+    @staticmethod
+    def _take_room(shape: ModelShape, states: Mapping[int, LayerState]) -> Tensor | None:
+        """Allocates the room for the products of a layer's chunks, which all layers share. None: no layer has any."""
+        sizes = [
+            products_size(kind.scan) for kind in shape.recurrent if kind.scan is not None and is_chunked(kind.scan)
+        ]
+        if not sizes:
+            return None
+        device = next(iter(states.values())).inputs.device
+        return torch.empty(shape.max_tokens * max(sizes), dtype=torch.float32, device=device)
+
+    def changes(self) -> list[int]:
+        """Returns the numbers of tokens of a step from which different kernels run."""
+        return [LEAST_CHUNKED] if self._has_chunks else []
 
     def mix(self, index: int, x: Tensor, states: RecurrentStep, longest: int) -> Tensor:
         """Computes a layer's mixer, (T, hidden) -> (T, hidden), and advances the states by the tokens that are
@@ -196,7 +223,7 @@ class RecurrentLayers:
         read: Tensor = layer.inputs(x)
         if states.sampled is not None:
             states.kept.append(read.index_select(0, states.sampled))
-        return layer.output(mixer.advance(read, states.rows, longest))
+        return layer.output(mixer.advance(read, states.rows, states.chunks, longest))
 
     def commit(self, kept: Sequence[Tensor], rows: RecurrentRows) -> None:
         """Advances the states of all layers by tokens that were not certain. ``kept`` is what ``mix`` kept."""

@@ -1,16 +1,18 @@
 """The kernels of recurrent layers against the references in torch, for rows of all kinds in one step."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from torch.nn import functional
 from torch.testing import assert_close
 
+from penstock.kernels.cuda.recurrent.chunk_products import products_size
+from penstock.kernels.cuda.recurrent.chunked_scan import scan_chunks
 from penstock.kernels.cuda.recurrent.convolution import ConvolutionShape, convolve
 from penstock.kernels.cuda.recurrent.gated_norm import GatedNormShape, gated_norm
-from penstock.kernels.cuda.recurrent.rows import RecurrentRows
+from penstock.kernels.cuda.recurrent.rows import LEAST_CHUNKED, RecurrentRows, RowChunks, chunk_lengths
 from penstock.kernels.cuda.recurrent.scan import ScanShape, scan
 from penstock.kernels.reference.ops import rms_norm
 from penstock.kernels.reference.recurrent import causal_convolution, gated_delta_rule, state_space_scan
@@ -41,6 +43,19 @@ def rows_of(rows, device, padding=3):
             saves[start + number - 1] = 1 + slot
     lists = [slot for _, _, slot, _ in rows], starts, counts, [advancing for _, advancing, *_ in rows], saves
     return RecurrentRows(*(torch.tensor(values, dtype=torch.int32, device=device) for values in lists))
+
+
+def chunks_of(rows, device):
+    """The chunks of rows that advance their state by many tokens."""
+    firsts, starts, lengths, begin = [0], list[int](), list[int](), 0
+    for count, advancing, _, copies in rows:
+        if advancing >= LEAST_CHUNKED:
+            cut = list(chunk_lengths(count, advancing, copies))
+            starts += accumulate(cut[:-1], initial=begin)
+            lengths += cut
+        firsts.append(len(lengths))
+        begin += count
+    return RowChunks(*(torch.tensor(values, dtype=torch.int32, device=device) for values in (firsts, starts, lengths)))
 
 
 def slots_of(*sizes, device, dead=3):
@@ -138,7 +153,7 @@ def scan_shape(dtype, heads, key_heads, key_size, value_size, stride, *, is_delt
     )  # fmt: skip
 
 
-def check_scan(rows, dtype, heads, key_heads, key_size, value_size, device, *, is_delta):
+def check_scan(rows, dtype, heads, key_heads, key_size, value_size, device, *, is_delta, in_chunks=False, edit=None):
     step = rows_of(rows, device)
     tokens = len(step.saves)
     whole, stride, [matrices] = slots_of((heads, key_size, value_size), device=device)
@@ -147,9 +162,17 @@ def check_scan(rows, dtype, heads, key_heads, key_size, value_size, device, *, i
     x = x.to(dtype)
     decay_bias, rates = torch.randn(heads, device=device), -torch.rand(heads, device=device)
     skips = torch.randn(heads, device=device)
+    if edit is not None:
+        edit(shape, mixed, x, rates)
     before, others = matrices.clone(), whole[:, matrices[0].numel() :].clone()
     y = torch.full((tokens, heads * value_size), torch.nan, device=device)
-    scan(shape, mixed, x, decay_bias, rates, None if is_delta else skips, matrices, step, y)
+    chunks = chunks_of(rows, device) if in_chunks else None
+    inputs = shape, mixed, x, decay_bias, rates, None if is_delta else skips
+    scan(*inputs, matrices, step, y, chunks)
+    if chunks is not None:
+        assert chunks.firsts[-1], "some rows have chunks"
+        room = torch.full((tokens * products_size(shape),), torch.nan, device=device)
+        scan_chunks(*inputs, matrices, step, chunks, room, y)
     key, query, value = (
         part.view(tokens, 1, -1, size)
         for part, size in zip(
@@ -180,10 +203,10 @@ def check_scan(rows, dtype, heads, key_heads, key_size, value_size, device, *, i
         written[part] = True
     assert y[~written].isnan().all(), "tokens without a row are left as they are"
     assert torch.equal(whole[:, matrices[0].numel() :], others)
-    # Without results, the states are the same.
-    again = torch.zeros_like(whole)[:, : matrices[0].numel()].unflatten(1, matrices.shape[1:]).copy_(before)
-    scan(shape, mixed, x, decay_bias, rates, None if is_delta else skips, again, step, None)
-    assert_close(again, matrices, rtol=0, atol=0)
+    if chunks is None:  # without results, the states are the same
+        again = torch.zeros_like(whole)[:, : matrices[0].numel()].unflatten(1, matrices.shape[1:]).copy_(before)
+        scan(*inputs, again, step, None)
+        assert_close(again, matrices, rtol=0, atol=0)
 
 
 SCANNED = (ROWS[1], ROWS[2], ROWS[3], ROWS[4], ROWS[6])
@@ -197,6 +220,55 @@ def test_gated_delta_rule(dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mamba2(dtype, device):
     check_scan(SCANNED, dtype, 4, 2, 24, 12, device, is_delta=False)
+
+
+# A row that ends with a chunk of two tokens, and one with chunks that end where its state is saved, and with tokens
+# that do not advance it; beside rows without chunks.
+CHUNKED: tuple[tuple[int, int, int, dict[int, int]], ...] = (
+    (1, 1, 3, {}),
+    (66, 66, 6, {}),
+    (0, 0, 0, {}),
+    (40, 37, 5, {16: 7, 32: 8, 38: 11}),
+    (7, 7, 1, {2: 9}),
+)
+
+
+def test_gated_delta_rule_in_chunks(device):
+    check_scan(CHUNKED, torch.bfloat16, 2, 1, 24, 20, device, is_delta=True, in_chunks=True)
+
+
+def test_mamba2_in_chunks(device):
+    """The matrix has more rows than are multiplied at a time."""
+    check_scan(CHUNKED, torch.float32, 4, 2, 72, 12, device, is_delta=False, in_chunks=True)
+
+
+def test_chunks_of_keys_that_are_all_alike(device):
+    """A series of powers of their overlaps would have terms of 1e17."""
+
+    def edit(shape, mixed, x, rates):
+        mixed[:, shape.key : shape.key + 24] = mixed[0, shape.key : shape.key + 24]
+        x[:, shape.beta : shape.beta + 1] = 8.0
+        rates.fill_(-1e-3)
+
+    check_scan(CHUNKED[1:2], torch.float32, 1, 1, 24, 16, device, is_delta=True, in_chunks=True, edit=edit)
+
+
+def test_chunks_whose_decays_are_strong_and_weak(device):
+    """The sum of all their logarithms is so large that a difference of two such sums would have lost the weak ones."""
+
+    def edit(shape, mixed, x, rates):
+        x[:, shape.decay] = -8.0
+        x[::7, shape.decay] = 3000.0
+        rates.fill_(-4.0)
+
+    check_scan(CHUNKED[1:2], torch.float32, 1, 1, 24, 16, device, is_delta=True, in_chunks=True, edit=edit)
+
+
+def test_chunks_end_where_states_are_needed():
+    assert list(chunk_lengths(64, 64, ())) == [64]
+    assert list(chunk_lengths(200, 200, (0, 48, 176))) == [48, 64, 64, 24]
+    assert list(chunk_lengths(40, 37, (-3, 16, 32, 38))) == [16, 16, 5, 3]
+    assert list(chunk_lengths(130, 0, ())) == [64, 64, 2]
 
 
 @pytest.mark.soak
@@ -213,8 +285,9 @@ def test_layers_at_size(dtype, device):
     """Those of LFM2-1.2B, Qwen3-Next-80B-A3B and Granite-4.0-H-Tiny."""
     check_convolution(LARGE, dtype, 2048, 3, True, False, device)
     check_convolution(LARGE, dtype, 8192, 4, False, True, device)
-    check_scan(LARGE, dtype, 32, 16, 128, 128, device, is_delta=True)
-    check_scan(LARGE, dtype, 48, 1, 128, 64, device, is_delta=False)
+    for in_chunks in (False, True):
+        check_scan(LARGE, dtype, 32, 16, 128, 128, device, is_delta=True, in_chunks=in_chunks)
+        check_scan(LARGE, dtype, 48, 1, 128, 64, device, is_delta=False, in_chunks=in_chunks)
 
 
 def test_rows_that_are_cut_have_the_same_bits(device):

@@ -32,7 +32,7 @@ from penstock.models.backends.cuda.shapes import shape_of
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MAX_NUM_SEQS, MAX_MODEL_LEN = 6, 48
+MAX_NUM_SEQS, MAX_MODEL_LEN = 6, 80
 
 
 SMALLER = {
@@ -92,8 +92,9 @@ def graphs(request, monkeypatch):
     "name", [pytest.param(name, marks=pytest.mark.soak) if name == "mamba-beside-attention" else name for name in TINY]
 )
 def test_rows_of_tiny_models(name, tmp_path, build_model, rows, check_greedy, prompt):
-    """A prompt in chunks with a snapshot inside one; another row goes on from it, beside one that decodes; then drafts
-    of which some are right, over a border whose state a third row needs; then a row with a grammar."""
+    """A prompt whose second part has a snapshot inside, and is long enough to be scanned in chunks; another row goes on
+    from it, beside one that decodes; then drafts of which some are right, over a border whose state a third row needs;
+    then a row with a grammar."""
     model = build_model(tmp_path, *TINY[name])
     play = rows(model.path, backend="cuda", device=DEVICE, **SIZES)
     spec = check_checkpoint(model.path).spec
@@ -104,19 +105,19 @@ def test_rows_of_tiny_models(name, tmp_path, build_model, rows, check_greedy, pr
     ahead = set(map(describe, chain(variants(shape), float_variants(shape))))
     assert set(map(describe, launches.warmed)) == ahead, "what is warmed is what is compiled ahead"
 
-    prompt = prompt[:29]
+    prompt = prompt[:61]
     truth = play.begin(play.row(0, prompt, slot=0), 11, snapshots=[StateSnapshot(0, 16, 4)]).token_ids
     again = play.row(1, prompt, 1, 4, like=0, at=16)
-    decoded, begun = play.run(added=[again], chunks=[Chunk(1, 16, 29)], decodes=[Decode(0, 1)])
+    decoded, begun = play.run(added=[again], chunks=[Chunk(1, 16, 61)], decodes=[Decode(0, 1)])
     assert begun.token_ids == truth
     truth += decoded.token_ids + play.decode(0, 3)
     check_greedy(model, prompt, truth)
 
-    # Row 1 is at position 29. The border, at 32, is after the third of its tokens; the last draft is wrong.
-    result = play.verify(1, [*truth[1:3], (truth[3] + 1) % 160], [StateSnapshot(1, 32, 5)])
+    # Row 1 is at position 61. The border, at 64, is after the third of its tokens; the last draft is wrong.
+    result = play.verify(1, [*truth[1:3], (truth[3] + 1) % 160], [StateSnapshot(1, 64, 5)])
     assert result.token_ids == truth[1:4]
     assert play.decode(1, 1) == truth[4:5]
-    assert play.begin(play.row(2, prompt + truth[:4], 2, 5, like=1, at=32)).token_ids == truth[4:5]
+    assert play.begin(play.row(2, prompt + truth[:4], 2, 5, like=1, at=64)).token_ids == truth[4:5]
 
     # Row 0 has a grammar now. Its mask comes late once; then a step starts before the one before it is finished.
     play.runner._rows[0].matcher = Anything()
@@ -128,13 +129,14 @@ def test_rows_of_tiny_models(name, tmp_path, build_model, rows, check_greedy, pr
 
 @pytest.mark.soak
 def test_every_hybrid(any_hybrid, rows, check_greedy, prompt):
-    """All that the backend has, with whatever lies between their recurrent layers."""
+    """All that the backend has, with whatever lies between their recurrent layers. The prompt's second part is just
+    long enough to be scanned in chunks."""
     spec = check_checkpoint(any_hybrid.path).spec
     if spec.experts is not None and not spec.gated_mlp:
         pytest.skip("there are no kernels for experts without a gate")
     play = rows(any_hybrid.path, backend="cuda", device=DEVICE, **SIZES)
-    tokens = play.begin(play.row(0, prompt[:19], slot=0), 7).token_ids + play.decode(0, 3)
-    check_greedy(any_hybrid, prompt[:19], tokens)
+    tokens = play.begin(play.row(0, prompt[:39], slot=0), 7).token_ids + play.decode(0, 3)
+    check_greedy(any_hybrid, prompt[:39], tokens)
 
 
 class Anything:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.cuda.recurrent.rows import RecurrentRows
+from penstock.kernels.cuda.recurrent.rows import LEAST_CHUNKED, RecurrentRows, RowChunks, chunk_lengths
 from penstock.kernels.cuda.step import StepTensors
 from penstock.models.architecture.recurrent import RecurrentMixer
 from penstock.models.architecture.spec import ModelSpec
@@ -19,6 +19,9 @@ from penstock.models.backends.torch_common.weights import LayerState
 from penstock.models.batch.batch import Batch
 from penstock.models.batch.row_states import Save, StateCommit
 from penstock.scheduler.plan import NO_SLOT
+
+LEAST_CHUNK = 4
+"""Tokens of a chunk on average, at least: states are saved at the ends of blocks of 16 tokens."""
 
 
 def slot_floats(spec: ModelSpec) -> int:
@@ -54,7 +57,9 @@ class CudaStates:
             self.layers[layer] = LayerState(*map(self._part, ends[:-1], parts))
             begin = ends[-1]
         # ``saves`` comes last, since the copy ends with the step's last token.
-        self._layout = ArrayLayout({"slots": max_sequences, "certain": max_sequences, "saves": max_tokens})
+        of_sequences = {"slots": max_sequences, "certain": max_sequences, "first_chunks": max_sequences + 1}
+        of_chunks = dict.fromkeys(("chunk_starts", "chunk_lengths"), max_tokens // LEAST_CHUNK)
+        self._layout = ArrayLayout({**of_sequences, **of_chunks, "saves": max_tokens})
         self._array = torch.zeros(self._layout.size, dtype=torch.int32, device=device)
         self._parts = {name: self._array[part] for name, part in self._layout.parts.items()}
 
@@ -77,7 +82,7 @@ class CudaStates:
         pinned = self._array.is_cuda
         host = torch.zeros(end, dtype=torch.int32, pin_memory=pinned)
         array: NDArray[np.int32] = host.numpy()
-        for name, values in _values(batch):
+        for name, values in _values(batch, size.sequences):
             begin = self._layout.parts[name].start
             array[begin : begin + len(values)] = values
         self._array[:end].copy_(host, non_blocking=pinned)
@@ -99,6 +104,12 @@ class CudaStates:
             self._parts["saves"][: size.tokens],
         )
 
+    def chunks(self, size: Size) -> RowChunks:
+        """Returns the chunks of a step's rows."""
+        return RowChunks(
+            self._parts["first_chunks"][: size.sequences + 1], self._parts["chunk_starts"], self._parts["chunk_lengths"]
+        )
+
     def kept_rows(self, size: Size, inputs: StepInputs, kept: Tensor) -> RecurrentRows:
         """Returns the rows of a step as those of its sampled positions: for each row, the tokens that were not certain
         and are among the ``kept`` (B,) int32 that the row keeps."""
@@ -111,11 +122,12 @@ class CudaStates:
         return RecurrentRows(self._parts["slots"][:sequences], starts, counts, counts, saves)
 
 
-def _values(batch: Batch) -> Iterator[tuple[str, "NDArray[np.int32] | list[int]"]]:
+def _values(batch: Batch, sequences: int) -> Iterator[tuple[str, "NDArray[np.int32] | list[int]"]]:
     """Yields the beginnings of the parts; the rest of each part is 0."""
     yield "slots", [step.slot for step in batch.states]
     yield "certain", [step.certain for step in batch.states]
     saves = np.zeros(len(batch.token_ids), dtype=np.int32)
+    first_chunks, chunk_starts, lengths = [0], list[int](), list[int]()
     starts, firsts, ends = batch.starts.tolist(), batch.token_starts.tolist(), batch.ends.tolist()
     for row, step, start, first, end in zip(batch.rows, batch.states, starts, firsts, ends, strict=False):
         # Copies after 0 tokens or fewer are those that the step before makes, if it finds that the tokens are kept.
@@ -125,4 +137,13 @@ def _values(batch: Batch) -> Iterator[tuple[str, "NDArray[np.int32] | list[int]"
             if 0 < num_tokens <= end - start:
                 assert not saves[first + num_tokens - 1], "a position has one snapshot"
                 saves[first + num_tokens - 1] = 1 + slot
+        if step.certain >= LEAST_CHUNKED:
+            cut = list(chunk_lengths(end - start, step.certain, (save.num_tokens for save in step.saves)))
+            chunk_starts += list(accumulate(cut[:-1], initial=first))
+            lengths += cut
+        first_chunks.append(len(lengths))
+    # Sequences that only pad a graph have no chunks.
+    yield "first_chunks", first_chunks + [len(lengths)] * (sequences + 1 - len(first_chunks))
+    yield "chunk_starts", chunk_starts
+    yield "chunk_lengths", lengths
     yield "saves", saves
