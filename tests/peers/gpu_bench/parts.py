@@ -135,11 +135,12 @@ def _ceilings(sizes: Sizes, _results: Results) -> Iterable[Figures]:
 
 
 def _kernels(sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:
-    from gpu_bench import attention_kernels, experts_kernels, kernels, sampling_kernels
+    from gpu_bench import attention_kernels, experts_kernels, kernels, recurrent_kernels, sampling_kernels
 
     cases = [*kernels.CASES, *attention_kernels.CASES, *sampling_kernels.CASES]
     yield from kernels.measure(cases, sizes.models, sizes, results.ceiling)
     yield from kernels.measure(experts_kernels.CASES, sizes.mixtures, sizes, results.ceiling)
+    yield from kernels.measure(recurrent_kernels.CASES, sizes.hybrids, sizes, results.ceiling)
 
 
 def _products(sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:

@@ -10,6 +10,7 @@ from cpu_bench import floors
 
 from penstock.kernels.cuda.example_shapes import SHAPES
 from penstock.kernels.cuda.model_shapes import Mixture, ModelShape
+from penstock.kernels.cuda.recurrent.shapes import RecurrentShape
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class Sizes:
     models: tuple[Model, ...]
     mixtures: tuple[Model, ...]
     """Whose experts' kernels are measured, and nothing else."""
+    hybrids: tuple[Model, ...]
+    """Whose scans are measured, and nothing else."""
     kernels: KernelSizes
     copied_bytes: int
     product_side: int
@@ -154,6 +157,10 @@ FULL = Sizes(
     mixtures=(
         Model("gpt-oss-20b", SHAPES["gpt-oss-20b"], 1, ties_embeddings=False),
         Model("Qwen3-30B-A3B", SHAPES["Qwen3-30B-A3B"], 1, ties_embeddings=False),
+    ),
+    hybrids=(
+        Model("Qwen3-Next-80B-A3B", SHAPES["Qwen3-Next-80B-A3B"], 1, ties_embeddings=False),
+        Model("Granite-4.0-H-Tiny", SHAPES["Granite-4.0-H-Tiny"], 1, ties_embeddings=False),
     ),
     kernels=KernelSizes(tokens=8192, lines=256, batch=32, context=8192, verified=16, prompt=8192, checked=1500),
     copied_bytes=4 << 30,
@@ -194,6 +201,16 @@ _TINY_MODEL = Model(
     ties_embeddings=True,
 )
 
+
+def _tiny_delta_net() -> RecurrentShape:
+    """A kind of layer with two heads."""
+    [kind] = SHAPES["Qwen3-Next-80B-A3B"].recurrent
+    assert kind.scan is not None
+    sizes = {"heads": 2, "key_heads": 1, "key_size": 16, "value_size": 16, "stride": 512, "columns": 36, "channels": 64}
+    places = {"query": 0, "key": 16, "value": 32, "beta": 32, "decay": 34}
+    return replace(kind, scan=replace(kind.scan, dtype=torch.float32, **sizes, **places))
+
+
 TINY = Sizes(
     device="cpu",
     models=(_TINY_MODEL,),
@@ -208,6 +225,7 @@ TINY = Sizes(
             ),
         ),
     ),
+    hybrids=(replace(_TINY_MODEL, shape=replace(_TINY_MODEL.shape, recurrent=(_tiny_delta_net(),))),),
     kernels=KernelSizes(tokens=3, lines=2, batch=2, context=24, verified=2, prompt=24, checked=16),
     copied_bytes=1 << 20,
     product_side=64,
