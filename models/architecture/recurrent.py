@@ -68,6 +68,8 @@ class GatedDeltaNet:
     taps: int
     eps: float
     """The norm's epsilon."""
+    has_rates: bool = False
+    """Whether the tensor ``A_log`` is instead -exp(A_log)."""
     biased = convolution_biased = False
     convolution = "linear_attn.conv1d"
     output = "linear_attn.out_proj"
@@ -133,6 +135,8 @@ class Mamba2:
     """The norm's epsilon."""
     normed: bool = True
     """Whether there is a norm before the output linear."""
+    has_rates: bool = False
+    """Whether the tensor ``A_log`` is instead -exp(A_log)."""
     convolution = "mamba.conv1d"
     output = "mamba.out_proj"
 

@@ -137,6 +137,9 @@ class LatentAttention:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    splits_kv: bool = False
+    """Whether ``kv_b_proj`` is two tensors, as in GGUF files: each head's matrix of keys, turned, in ``k_b_proj``, and
+    its matrix of values in ``v_b_proj``."""
 
     @property
     def qk_head_dim(self) -> int:
@@ -164,11 +167,14 @@ class LatentAttention:
                 "q_a_layernorm.weight": (self.q_lora_rank,),
                 "q_b_proj.weight": (num_heads * self.qk_head_dim, self.q_lora_rank),
             }
-        return {
-            **queries,
-            "kv_a_layernorm.weight": (self.kv_lora_rank,),
-            "kv_b_proj.weight": (num_heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank),
-        }
+        rank, keys, values = self.kv_lora_rank, num_heads * self.qk_nope_head_dim, num_heads * self.v_head_dim
+        kv = {"kv_b_proj.weight": (keys + values, rank)}
+        if self.splits_kv:
+            kv = {
+                "k_b_proj.weight": (num_heads * rank, self.qk_nope_head_dim),
+                "v_b_proj.weight": (values, rank),
+            }
+        return {**queries, "kv_a_layernorm.weight": (rank,), **kv}
 
 
 @dataclass(frozen=True)

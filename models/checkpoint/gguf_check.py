@@ -14,6 +14,7 @@ from penstock.models.checkpoint.files.ggml import BLOCKS
 from penstock.models.checkpoint.gguf.config import config_of, described
 from penstock.models.checkpoint.gguf.families import PERMUTED
 from penstock.models.checkpoint.gguf.header import GgufHeader, damaged, read_header
+from penstock.models.checkpoint.gguf.hybrid_tensors import as_in_file
 from penstock.models.checkpoint.gguf.metadata import ARCHITECTURE
 from penstock.models.checkpoint.gguf_tensors import FoundTensor, find_four_bit, find_tensors, with_rope_factors
 from penstock.models.checkpoint.info import CheckpointInfo
@@ -38,8 +39,7 @@ def check_gguf(path: Path, weights: bool = True) -> CheckpointInfo:
         spec = spec_from_config(config)
     except ModelError as error:
         raise described(error, header, keys) from error
-    # Files have the ones added to the weights of norms.
-    spec = replace(spec, norm_offset=0.0, interleaved_rope=_rotates_neighbours(header, spec))
+    spec = replace(as_in_file(spec, header), interleaved_rope=_rotates_neighbours(header, spec))
     spec = with_rope_factors(header, spec)
     if not weights:
         return CheckpointInfo(path, config, spec, {}, None, {})

@@ -15,6 +15,7 @@ from penstock.models.checkpoint.files.safetensors import TensorFiles
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry
 from penstock.models.checkpoint.gguf.families import FACTORS_LONG, FACTORS_SHORT
 from penstock.models.checkpoint.gguf.header import GgufHeader
+from penstock.models.checkpoint.gguf.hybrid_tensors import mixer_parts, taken
 from penstock.models.checkpoint.gguf.metadata import Metadata
 from penstock.models.checkpoint.quantization.layout import QuantizedLinear
 from penstock.models.checkpoint.quantization.scheme import QuantLayout, QuantScheme
@@ -27,11 +28,12 @@ _FREQUENCIES = "rope_freqs.weight"
 _IMMENSE = 1e20
 """With a factor this large, an angle is zero at every position."""
 _NOT_WEIGHTS = (_FREQUENCIES, FACTORS_SHORT, FACTORS_LONG)
-_LAYER = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias|scale)")
+_LAYER = re.compile(r"blk\.(\d{1,5})\.([\w.]+?)(?:\.(weight|bias|scale))?")
 _OUTER = {
     "token_embd": "model.embed_tokens",
     "position_embd": "model.embed_positions",
     "output_norm": "model.norm",
+    "token_embd_norm": "model.norm",  # LFM2's name
     "output": "lm_head",
     "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
@@ -45,6 +47,12 @@ _IN_LAYER = {
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -61,6 +69,7 @@ _IN_LAYER = {
     "proj": "per_layer_projection",
 }
 _WHOLE_NAMES = {
+    "attn_sinks.weight": "self_attn.sinks",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
     "ffn_down_exps.scale": "mlp.gate.per_expert_scale",
     "ffn_gate_inp.scale": "mlp.gate_norm.weight",
@@ -120,7 +129,8 @@ def find_four_bit(spec: ModelSpec, entries: Mapping[str, TensorEntry]) -> dict[s
         is_expert = ".experts." in linear
         if is_expert:
             experts.append(linear)
-        if entry.dtype == "Q4_0":
+        # Rows that are taken from a larger tensor are dequantised.
+        if entry.dtype == "Q4_0" and (entry.rows is None or int(entry.rows.max()) < shape[0]):
             stored = {"weight": replace(entry, rows=None)}
             linears[linear] = QuantizedLinear(linear, FOUR_BIT, *shape, stored, entry.rows)
     if any(expert not in linears for expert in experts):
@@ -173,40 +183,52 @@ def _parts(source: str, entry: TensorEntry, spec: ModelSpec) -> Iterator[tuple[s
         yield f"{_OUTER.get(outer, outer)}.{kind}", entry
         return
     prefix, name, kind = f"model.layers.{match[1]}.", match[2], match[3]
-    experts = spec.experts
     layer = int(match[1])
+    whole = name if kind is None else f"{name}.{kind}"
+    mixer = spec.recurrent[layer] if layer < spec.num_layers else None
+    of_mixer = [] if mixer is None else list(mixer_parts(whole, entry, mixer, spec.hidden_size))
     if name in _OF_KV and layer < spec.num_layers and not spec.has_kv(layer):
         return  # it attends to keys and values of another layer
-    if f"{name}.{kind}" in _WHOLE_NAMES:
-        yield prefix + _WHOLE_NAMES[f"{name}.{kind}"], entry
-        return
-    if name == "attn_qkv":
-        heads = {"q_proj": spec.query_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
-        if entry.shape[0] == sum(heads.values()):
-            for part, piece in _split(entry, heads):
-                yield f"{prefix}self_attn.{part}.{kind}", piece
-            return
+    if of_mixer:
+        yield from ((prefix + part, piece) for part, piece in of_mixer)
+    elif kind is None:
+        yield source, entry
+    elif whole in _WHOLE_NAMES:
+        yield prefix + _WHOLE_NAMES[whole], entry
+    elif parts := list(_pieces(name, entry, spec)):
+        yield from ((f"{prefix}{part}.{kind}", piece) for part, piece in parts)
+    else:
+        yield f"{prefix}{_in_layer(name, spec)}.{kind}", entry
+
+
+def _pieces(name: str, entry: TensorEntry, spec: ModelSpec) -> Iterator[tuple[str, TensorEntry]]:
+    """Yields the linears of a layer that a tensor of the file consists of, if they are several or have other shapes."""
+    experts, queries = spec.experts, spec.query_size
+    if name == "attn_q" and spec.gated_attention and entry.shape[0] == 2 * queries:
+        # Of each head the query, then the gate.
+        rows = np.arange(2 * queries).reshape(spec.num_heads, 2, spec.head_dim)
+        for index, part in enumerate(("q_proj", "gate_proj")):
+            yield f"self_attn.{part}", taken(entry, rows[:, index])
+    elif name == "attn_qkv" and entry.shape[0] == queries + 2 * spec.kv_size:
+        heads = {"q_proj": queries, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+        yield from _split(entry, {f"self_attn.{part}": rows for part, rows in heads.items()})
+    elif name in ("attn_k_b", "attn_v_b"):
+        # The matrices of all heads, one below the other.
+        shape = (math.prod(entry.shape[:-1]), entry.shape[-1])
+        yield f"self_attn.{name.removeprefix('attn_')}_proj", replace(entry, shape=shape)
     elif name == "ffn_up" and spec.gated_mlp and entry.shape[0] == 2 * spec.intermediate_size:
-        for part, piece in _split(entry, dict.fromkeys(("gate_proj", "up_proj"), spec.intermediate_size)):
-            yield f"{prefix}mlp.{part}.{kind}", piece
-        return
+        yield from _split(entry, dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), spec.intermediate_size))
+    elif name == "ffn_gate_inp_shexp":
+        # The format drops the dimension of size one.
+        yield "mlp.shared_expert_gate", replace(entry, shape=(1, entry.shape[-1]))
     elif name in _EXPERTS and experts is not None and entry.shape[0] == experts.num_experts and len(entry.shape) > 1:
         for expert in range(experts.num_experts):
             whole = replace(_rows(entry, expert, 1), shape=entry.shape[1:])
-            names = _EXPERTS[name]
+            names = [f"mlp.experts.{expert}.{part}" for part in _EXPERTS[name]]
             is_fused = len(names) > 1 and len(whole.shape) > 1
-            pieces = _split(whole, dict.fromkeys(names, whole.shape[0] // len(names)))
-            for part, piece in pieces if is_fused else [(names[0], whole)]:
-                yield f"{prefix}mlp.experts.{expert}.{part}.{kind}", piece
-        return
-    elif name == "attn_sinks":
-        yield f"{prefix}self_attn.sinks", entry
-        return
-    elif name == "ffn_gate_inp_shexp":
-        # The format drops the dimension of size one.
-        yield f"{prefix}mlp.shared_expert_gate.{kind}", replace(entry, shape=(1, entry.shape[-1]))
-        return
-    yield f"{prefix}{_in_layer(name, spec)}.{kind}", entry
+            yield from (
+                _split(whole, dict.fromkeys(names, whole.shape[0] // len(names))) if is_fused else [(names[0], whole)]
+            )
 
 
 def _in_layer(name: str, spec: ModelSpec) -> str:

@@ -1,7 +1,7 @@
 """Packs latent attention for the CPU library; ``Latent`` in ``csrc/model/program.h`` describes what it computes."""
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from penstock.kernels.cpu.bindings import LANES, Kernels, Matrix, StorageFormat
 from penstock.kernels.cpu.program import DecoderLayer
@@ -9,7 +9,7 @@ from penstock.models.architecture.spec import ModelSpec
 from penstock.models.architecture.spec_parts import LATENT_NORM_EPS, LatentAttention
 from penstock.models.backends.cpu.weights import ALIGNMENT, Packer, Rows, group_made
 
-KV_B = "kv_b_proj.weight"
+KV_B, K_B, V_B = "kv_b_proj.weight", "k_b_proj.weight", "v_b_proj.weight"
 MAX_GROUP = 32
 """The limit of query heads that attend to latents together: more would not fit into a core's cache."""
 
@@ -46,9 +46,7 @@ def add_latent(
         to.query_norm = packer.vector(f"{prefix}q_a_layernorm.weight", latent.q_lora_rank)
         rows = num_heads * latent.qk_head_dim
         to.query = packer.linear([f"{prefix}q_b_proj"], [rows], latent.q_lora_rank, False)
-    of_head = nope + latent.v_head_dim
-    whole = packer.tensors.rows(f"{prefix}{KV_B}", (num_heads * of_head, rank))
-    heads = [whole.array[begin : begin + of_head] for begin in range(0, num_heads * of_head, of_head)]
+    keys, values = _of_heads(packer, latent, num_heads, prefix)
 
     def packed(parts: Iterable[Rows]) -> int:
         matrices = [packer.float_matrix([part], part.array.shape[1], [None], False, packer.format) for part in parts]
@@ -56,5 +54,23 @@ def add_latent(
         kept.append(array)
         return ctypes.addressof(array)
 
-    to.absorb = packed(Rows(head[:nope].T, whole.source) for head in heads)
-    to.expand = packed(Rows(head[nope:], whole.source) for head in heads)
+    to.absorb = packed(keys)
+    to.expand = packed(values)
+
+
+def _of_heads(
+    packer: Packer, latent: LatentAttention, num_heads: int, prefix: str
+) -> tuple[Iterator[Rows], Iterator[Rows]]:
+    """Returns each head's matrix of keys, (rank, rows), and its matrix of values, (rows, rank)."""
+    nope, size, rank = latent.qk_nope_head_dim, latent.v_head_dim, latent.kv_lora_rank
+
+    def divided(name: str, rows: int, columns: int) -> Iterator[Rows]:
+        whole = packer.tensors.rows(prefix + name, (num_heads * rows, columns))
+        for begin in range(0, num_heads * rows, rows):
+            yield Rows(whole.array[begin : begin + rows], whole.source)
+
+    if latent.splits_kv:
+        return divided(K_B, rank, nope), divided(V_B, size, rank)
+    heads = list(divided(KV_B, nope + size, rank))
+    keys = (Rows(head.array[:nope].T, head.source) for head in heads)
+    return keys, (Rows(head.array[nope:], head.source) for head in heads)

@@ -85,7 +85,8 @@ def _vectors(packer: Packer, prefix: str, mixer: GatedDeltaNet | Mamba2) -> dict
     found: dict[str, float | None] = {}
     for name, shape in mixer.vectors.items():
         if name.endswith(".A_log"):
-            found["rates"] = packer.keep(-np.exp(packer.floats(prefix + name, shape)))
+            stored = packer.floats(prefix + name, shape)
+            found["rates"] = packer.keep(stored if mixer.has_rates else -np.exp(stored))
         else:
             found[_VECTORS[name.partition(".")[2]]] = packer.vector(prefix + name, shape)
     return found

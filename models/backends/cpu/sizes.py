@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from penstock.kernels.cpu.bindings import LANES, Kernels, KvLayout, StorageFormat
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.backends.cpu.latent import KV_B, kv_b_bytes, num_kv_groups
+from penstock.models.backends.cpu.latent import K_B, KV_B, V_B, kv_b_bytes, num_kv_groups
 from penstock.models.backends.cpu.weights import ALIGNMENT, group_made, is_kept, stored_format
 from penstock.models.backends.pipeline_parallel import ModelPart
 from penstock.models.checkpoint.quantization.layout import QuantizedLinear
@@ -83,7 +83,9 @@ def max_weight_bytes(
             total += 4 * math.prod(shape)
         elif name == LAYER_EMBEDDING or (name == EMBEDDING and not spec.tied_embeddings):
             total += math.prod(shape) * ELEMENT_BYTES[formats.table]
-        elif spec.latent is not None and name.endswith(KV_B):
+        elif spec.latent is not None and name.endswith(K_B):
+            continue  # counted with the values
+        elif spec.latent is not None and name.endswith((KV_B, V_B)):
             total += kv_b_bytes(spec, spec.latent, formats.weights, kernels)
         elif name == POSITIONS:
             total += math.prod(shape) * 4

@@ -9,7 +9,14 @@ from penstock.kernels.cuda.latent_kv import LatentShape
 from penstock.kernels.cuda.model_shapes import Mixture, ModelShape
 from penstock.kernels.cuda.recurrent.shapes import RecurrentShape
 from penstock.models.architecture.spec import ModelSpec
-from penstock.models.architecture.spec_parts import LATENT_NORM_EPS, Experts, NormKind, NormPlacement, QkNorm
+from penstock.models.architecture.spec_parts import (
+    LATENT_NORM_EPS,
+    Experts,
+    LatentAttention,
+    NormKind,
+    NormPlacement,
+    QkNorm,
+)
 from penstock.models.backends.cuda.recurrent import recurrent_shape
 from penstock.models.backends.cuda.steps.states import slot_floats
 from penstock.models.backends.torch_common.loader import ACTIVATION_NAMES
@@ -56,7 +63,7 @@ def shape_of(
         ends_layers=inputs is not None or spec.layer_scalars,
         has_mlp_beside_experts=is_beside,
         recurrent=tuple(dict.fromkeys(_recurrent_shapes(spec, dtype))),
-        latent=None if spec.latent is None else LatentShape(**asdict(spec.latent), norm_eps=LATENT_NORM_EPS),
+        latent=None if spec.latent is None else _latent_shape(spec.latent),
         windows=tuple(dict.fromkeys(spec.windows)),
         chunked_windows=spec.chunked_windows,
         attention_scale=spec.attention_scale,
@@ -115,6 +122,12 @@ def max_drafts(config: WorkerConfig) -> int:
     predicted = MAX_PREDICTED_DRAFTS if config.drafts_predictions else 0
     forced = 0 if config.tokenizer is None else MAX_FORCED_DRAFTS
     return max(proposed, predicted, forced)
+
+
+def _latent_shape(latent: LatentAttention) -> LatentShape:
+    sizes = asdict(latent)
+    del sizes["splits_kv"]  # which only concerns the file
+    return LatentShape(**sizes, norm_eps=LATENT_NORM_EPS)
 
 
 def _mixture(experts: Experts) -> Mixture:

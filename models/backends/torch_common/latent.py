@@ -31,8 +31,17 @@ def load_latent(latent: LatentAttention, num_heads: int, prefix: str, reader: We
     if latent.q_lora_rank is not None:
         query_norm = norm("q_a_layernorm", latent.q_lora_rank)
         query = reader.whole(f"{prefix}q_b_proj", num_heads * latent.qk_head_dim, latent.q_lora_rank)
-    rows = latent.qk_nope_head_dim + latent.v_head_dim
-    weight = reader.tensor(f"{prefix}kv_b_proj.weight", (num_heads * rows, latent.kv_lora_rank))
-    heads = weight.view(num_heads, rows, latent.kv_lora_rank)
-    keys, values = heads[:, : latent.qk_nope_head_dim], heads[:, latent.qk_nope_head_dim :]
+    keys, values = _of_heads(latent, num_heads, prefix, reader)
     return LatentProjections(query_norm, query, norm("kv_a_layernorm", latent.kv_lora_rank), keys, values)
+
+
+def _of_heads(latent: LatentAttention, num_heads: int, prefix: str, reader: WeightReader) -> tuple[Tensor, Tensor]:
+    """Returns the matrices of keys and of values of all heads, (H, rows, rank)."""
+    nope, size, rank = latent.qk_nope_head_dim, latent.v_head_dim, latent.kv_lora_rank
+    if latent.splits_kv:
+        keys = reader.tensor(f"{prefix}k_b_proj.weight", (num_heads * rank, nope)).view(num_heads, rank, nope)
+        values = reader.tensor(f"{prefix}v_b_proj.weight", (num_heads * size, rank)).view(num_heads, size, rank)
+        return keys.transpose(1, 2), values
+    weight = reader.tensor(f"{prefix}kv_b_proj.weight", (num_heads * (nope + size), rank))
+    heads = weight.view(num_heads, nope + size, rank)
+    return heads[:, :nope], heads[:, nope:]

@@ -148,12 +148,14 @@ def load_recurrent(fill: Filler, mixer: RecurrentMixer, prefix: str) -> Recurren
         case ShortConvolution():
             return ConvolutionLayer(inputs, output, weight, bias)
         case GatedDeltaNet():
-            dt_bias, log_rates, norm = vectors
-            return DeltaNetLayer(inputs, output, mixer, weight, dt_bias, -log_rates.exp(), norm)
+            dt_bias, rates, norm = vectors
+            rates = rates if mixer.has_rates else -rates.exp()
+            return DeltaNetLayer(inputs, output, mixer, weight, dt_bias, rates, norm)
         case Mamba2():
-            dt_bias, log_rates, skips, *norms = vectors
+            dt_bias, rates, skips, *norms = vectors
+            rates = rates if mixer.has_rates else -rates.exp()
             of_groups = norms[0].view(mixer.num_groups, -1) if norms else None
-            return Mamba2Layer(inputs, output, mixer, weight, bias, dt_bias, -log_rates.exp(), skips, of_groups)
+            return Mamba2Layer(inputs, output, mixer, weight, bias, dt_bias, rates, skips, of_groups)
 
 
 class StateSlots:

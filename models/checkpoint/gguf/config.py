@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from penstock.models.checkpoint.gguf.families import FACTORS_SHORT, FAMILIES
 from penstock.models.checkpoint.gguf.header import GgufHeader
+from penstock.models.checkpoint.gguf.latent import LATENT
 from penstock.models.checkpoint.gguf.metadata import (
     ARCHITECTURE,
     DEFAULT_THETA,
@@ -48,7 +49,8 @@ def config_of(header: GgufHeader) -> tuple[Config, Mapping[str, str]]:
             f"{header.path}: {ARCHITECTURE} is {name[:60]!r}, and GGUF files of this family are not supported (only of "
             f"{', '.join(sorted(FAMILIES))}): use the model's safetensors version"
         )
-    if metadata.get("attention.value_length") not in (None, metadata.get("attention.key_length")):
+    lengths = metadata.get("attention.key_length"), metadata.get("attention.value_length")
+    if lengths[1] not in (None, lengths[0]) and name not in LATENT:
         raise ModelError(
             f"{header.path}: {name}.attention.value_length differs from {name}.attention.key_length, which is not "
             "supported: use another model"

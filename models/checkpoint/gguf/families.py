@@ -4,6 +4,8 @@ family is a function and an entry in ``FAMILIES``."""
 from typing import Any
 
 from penstock.models.architecture.rope_config import FULL, SLIDING
+from penstock.models.checkpoint.gguf.hybrids import HYBRIDS
+from penstock.models.checkpoint.gguf.latent import LATENT
 from penstock.models.checkpoint.gguf.metadata import DEFAULT_THETA, Config, Family, Metadata, head_dim
 
 GEMMA4_ROTATED = 0.25
@@ -366,8 +368,10 @@ FAMILIES: dict[str, Family] = {
     "smollm3": _plain("SmolLM3ForCausalLM"),
     "stablelm": _stablelm,
     "starcoder2": _starcoder2,
+    **HYBRIDS,
+    **LATENT,
 }
 """The families whose GGUF files can be loaded, by llama.cpp's names."""
 
-PERMUTED = ("arcee", "granite", "granitemoe", "internlm2", "llama", "mistral3", "olmo", "smollm3")
+PERMUTED = ("arcee", "granite", "granitehybrid", "granitemoe", "internlm2", "llama", "mistral3", "olmo", "smollm3")
 """Families whose GGUF files order the rows of queries and keys differently from config.json's architecture."""

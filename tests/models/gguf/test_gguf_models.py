@@ -4,13 +4,14 @@ import pytest
 from model_files.gguf_files import write_gguf
 
 NAMES = (
-    "arcee", "cohere", "cohere2", "dots1", "ernie", "exaone4", "falcon40b", "falcon7b", "gemma1", "gemma2", "gemma3",
-    "gemma4-experts", "gemma4-inputs", "glm", "glm4", "glm4-moe", "gpt-neox", "gpt-neox-serial", "gpt-oss", "gpt2",
-    "granite", "granite-moe", "hunyuan", "hunyuan-moe", "llama", "llama-rope-linear", "llama-rope-llama3-head80",
+    "arcee", "cohere", "cohere2", "deepseek-v2", "deepseek-v3", "dots1", "ernie", "exaone4", "falcon40b", "falcon7b",
+    "gemma1", "gemma2", "gemma3", "gemma4-experts", "gemma4-inputs", "glm", "glm4", "glm4-moe", "gpt-neox",
+    "gpt-neox-serial", "gpt-oss", "gpt2", "granite", "granite-hybrid", "granite-hybrid-experts", "granite-moe",
+    "hunyuan", "hunyuan-moe", "lfm2", "lfm2-moe", "llama", "llama-rope-linear", "llama-rope-llama3-head80",
     "llama-rope-yarn", "llama-tied-biases-head24", "llama4", "llama4-two-experts", "minimax-m2", "ministral3",
     "mixtral", "nemotron", "olmo1", "olmo2", "olmo3", "olmoe", "phi", "phi3-longrope", "phi3-partial-rotary",
-    "qwen2-moe", "qwen2-tied", "qwen3", "qwen3-moe", "seed-oss", "smollm3", "stablelm", "stablelm-parallel",
-    "starcoder2",
+    "qwen2-moe", "qwen2-tied", "qwen3", "qwen3-moe", "qwen3-next", "seed-oss", "smollm3", "stablelm",
+    "stablelm-parallel", "starcoder2",
 )  # fmt: skip
 OTHER_FAMILIES = {
     "EXAONE": "mistral-no-window", "INTERNLM2": "llama", "MISTRAL3": "llama", "QWEN2VL": "qwen2-tied",

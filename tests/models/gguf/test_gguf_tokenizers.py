@@ -184,8 +184,10 @@ def test_whether_a_word_that_is_a_token_is_merged(pre, tokens, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
+        ("deepseek-v3", "1234 年go (x)\n", ["123", "4", " ", "年", "go", " (", "x", ")\n"]),
         ("hunyuan", "It'S 12!\n", ["It", "'S", " ", "1", "2", "!\n"]),
         ("hunyuan-dense", "12345年 go!\n", ["123", "45", "年", " go", "!\n"]),
+        ("lfm2", "It'S 1234!\n", ["It", "'S", " ", "123", "4", "!\n"]),
         ("llama4", "CamelWORDS 1234", ["Camel", "WORDS", " ", "123", "4"]),
         ("minimax-m2", "CamelWORDS 1234", ["Camel", "WORDS", " ", "123", "4"]),
         ("seed-coder", "go 12 !\n", ["go", " ", "1", "2", " !", "\n"]),

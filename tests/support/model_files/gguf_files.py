@@ -10,9 +10,10 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as QuantType
+from model_files import gguf_hybrids, gguf_latent
 from torch import Tensor
 
-ARCHITECTURES = {
+ARCHITECTURES = gguf_hybrids.ARCHITECTURES | gguf_latent.ARCHITECTURES | {
     "Arcee": "ARCEE", "Cohere2": "COHERE2", "Cohere": "COMMAND_R", "Dots1": "DOTS1", "Ernie4_5": "ERNIE4_5",
     "Exaone4": "EXAONE4", "Falcon": "FALCON", "GPT2": "GPT2", "GPTNeoX": "GPTNEOX", "Gemma2": "GEMMA2",
     "Gemma3": "GEMMA3", "Gemma4": "GEMMA4", "Gemma": "GEMMA", "Glm4Moe": "GLM4_MOE", "Glm4": "GLM4", "Glm": "CHATGLM",
@@ -23,7 +24,7 @@ ARCHITECTURES = {
     "Qwen3Moe": "QWEN3MOE", "Qwen3": "QWEN3", "SeedOss": "SEED_OSS", "SmolLM3": "SMOLLM3", "StableLm": "STABLELM",
     "Starcoder2": "STARCODER2",
 }  # fmt: skip
-PERMUTED = ("ARCEE", "GRANITE", "GRANITE_MOE", "INTERNLM2", "LLAMA", "MISTRAL3", "OLMO", "SMOLLM3")
+PERMUTED = ("ARCEE", "GRANITE", "GRANITE_HYBRID", "GRANITE_MOE", "INTERNLM2", "LLAMA", "MISTRAL3", "OLMO", "SMOLLM3")
 ONE_ADDED = ("GEMMA", "GEMMA2", "GEMMA3", "NEMOTRON")
 
 
@@ -146,6 +147,10 @@ def _add_others(writer: gguf.GGUFWriter, config: Any, kind: str) -> None:
             writer.add_embedding_scale(config.embedding_multiplier)
             writer.add_residual_scale(config.residual_multiplier)
             writer.add_logit_scale(config.logits_scaling)
+        case "GRANITE_HYBRID" | "LFM2" | "LFM2MOE" | "QWEN3NEXT":
+            gguf_hybrids.add_hybrid(writer, config, kind)
+        case "DEEPSEEK2":
+            gguf_latent.add_latent(writer, config)
         case "COHERE2" | "COMMAND_R":
             writer.add_logit_scale(config.logit_scale)
         case "NEMOTRON":
@@ -215,7 +220,10 @@ def _tensors(module: Any, config: Any, kind: str) -> Iterator[tuple[str, Tensor]
     for name, tensor in module.state_dict().items():
         if (is_tied and name in ("lm_head.weight", "embed_out.weight")) or name.endswith((".attn.bias", "inv_freq")):
             continue
-        for part, value in _split(name, tensor, config, kind):
+        parts = list(gguf_hybrids.split_hybrid(name, tensor, config, kind))
+        if kind == "DEEPSEEK2":
+            parts = list(gguf_latent.split_latent(name, tensor, config))
+        for part, value in parts or _split(name, tensor, config, kind):
             if part.startswith("blk."):
                 yield part, value
                 continue
