@@ -133,9 +133,9 @@ class TestPlanted:
     def test_a_synchronisation_in_a_capture_is_found(self, load, monkeypatch):
         forward = CudaModel.forward
 
-        def wait(model, step, rows, longest):
+        def wait(model, step, *rest):
             assert int(step.query_starts[-1]) >= 0
-            return forward(model, step, rows, longest)
+            return forward(model, step, *rest)
 
         monkeypatch.setattr(CudaModel, "forward", wait)
         with pytest.raises(AssertionError, match="reads a number from the device"):
