@@ -22,7 +22,7 @@ class WindowTable:
     start: int = 0
     """The number of blocks of tokens before them."""
     block_ids: list[int] = field(default_factory=list)
-    """Those of all windowed groups for a block of tokens, then those for the next one."""
+    """A block of each windowed group for a block of tokens, then for the next one, and so on."""
     evicted: dict[int, bytes] = field(default_factory=dict)
     """Keys of blocks that are only in the host tier, by their indices in ``block_ids``, until they have blocks."""
 

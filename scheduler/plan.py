@@ -134,8 +134,8 @@ class RowBlocks(msgspec.Struct, array_like=True, gc=False):
     row: int
     block_ids: list[int]
     window_ids: list[int] = []
-    """Those in the groups of layers with a window, in the order of ``AddedRow.window_ids``. The row reads none of its
-    earlier ones behind the window, which may belong to others by now."""
+    """More blocks in the groups of layers with a window, in the order of ``AddedRow.window_ids``. The row reads none of
+    its earlier ones behind the window, which may belong to others by now."""
 
 
 class StateSnapshot(msgspec.Struct, array_like=True, gc=False):

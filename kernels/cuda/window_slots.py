@@ -1,4 +1,4 @@
-"""Where a step's tokens are stored in the layers that have windows, if these have pages of their own."""
+"""The slots of a step's tokens in layers with windows, if these have pages of their own."""
 
 from functools import cache
 

@@ -164,7 +164,7 @@ class SequenceState:
     pinned: list[int] = field(default_factory=list)
     """Blocks of the prompt that a forked sequence keeps until it runs."""
     pinned_window: WindowTable = field(default_factory=WindowTable)
-    """Those of the windowed groups."""
+    """The blocks of windowed groups that it keeps."""
 
     sampling: SamplingParams = field(init=False)
     state: SequenceStatus = SequenceStatus.WAITING

@@ -207,7 +207,7 @@ class CudaBackend:
         ragged = RaggedRows(rows.tables, step.rows, step.query_starts, step.contexts)
         windows = self._memory.places_in_windows(step)
         if self.states is None:
-            return self._model.forward(step, ragged, size.longest, windows=windows)
+            return self._model.forward(step, ragged, size.longest, None, windows)
         sampled = self._memory.inputs.part("line_tokens", size.sampled) if size.commits else None
         row_states = RecurrentStep(self.states.rows(size, step), self.states.chunks(size), sampled, [])
         return self._model.forward(step, ragged, size.longest, row_states, windows)

@@ -1,4 +1,4 @@
-"""Where a step's tokens are, as the layers of a model see them."""
+"""The places of a step's tokens, as the layers of a model see them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from penstock.models.backends.cuda.recurrent import RecurrentStep
 
 
 class WindowPlaces(NamedTuple):
-    """Where a windowed group's layers have the keys and values of T tokens."""
+    """The places of the keys and values of T tokens in the layers of a windowed group."""
 
     slots: Tensor
     """(T,) int64, as ``StepTensors.slots``."""
