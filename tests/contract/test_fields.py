@@ -42,6 +42,7 @@ HARMLESS = {
     "Adapter.path",
     "ClassifyResponse.labels",
     "Injected.append_ids",
+    "KvBlock.adapter",
     "LoadAdapterRequest.name",
     "LoadAdapterRequest.path",
     "Model.architecture",

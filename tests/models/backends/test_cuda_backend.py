@@ -285,10 +285,8 @@ def said_of(number: int, results: list[StepResult]) -> tuple[list[Any], list[Any
     return [(row.token_ids, row.logprobs) for row in rows], sorted(of_prompt)
 
 
-SOAKED = [pytest.param(name, marks=pytest.mark.soak) for name in VARIANTS if name != "qwen3-tied-bias-yarn-windows"]
-
-
-@pytest.mark.parametrize("variant", ["qwen3-tied-bias-yarn-windows", *SOAKED])
+@pytest.mark.soak
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_deterministic_bits_do_not_depend_on_what_else_a_step_has(variant, load, rows_alike):
     """A row alone; one that has neighbours, and its prompt in parts down to a single token; and one that begins again
     with what it decoded."""

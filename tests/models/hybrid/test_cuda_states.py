@@ -64,6 +64,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Models of two layers, one for each kind of mixer, and one with both in each layer."""
+LONG = ("delta-net", "mamba-beside-attention")
+"""Those that take long in the interpreter."""
 MAX_DRAFTS = 3
 SIZES = {
     "max_num_seqs": MAX_NUM_SEQS, "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": 8 << 20, "uses_predictions": False,
@@ -89,7 +91,7 @@ def graphs(request, monkeypatch):
 
 @pytest.mark.usefixtures("graphs")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak) if name == "mamba-beside-attention" else name for name in TINY]
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in LONG else name for name in TINY]
 )
 def test_rows_of_tiny_models(name, tmp_path, build_model, rows, check_greedy, prompt):
     """A prompt whose second part has a snapshot inside, and is long enough to be scanned in chunks; another row goes on

@@ -23,6 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 NUM_TOKENS = 3
 
 
+@pytest.mark.soak
 async def test_adapters_and_the_base_in_one_batch(
     tiny_model, write_adapter, merged, in_process, start_engine, prompts, tmp_path
 ):

@@ -69,12 +69,13 @@ async def test_greedy_output_is_that_of_transformers_with_the_same_weights(
 @pytest.mark.parametrize(
     ("kind", "group"),
     [
-        pytest.param("gptq act-order", None, marks=pytest.mark.soak),
-        pytest.param("awq", None, marks=pytest.mark.soak),
-        pytest.param("w4a16 zero points", None, marks=pytest.mark.soak),
+        ("gptq act-order", None),
+        ("awq", None),
+        ("w4a16 zero points", None),
         ("fp8 blocks, the last ones short", 64),
     ],
 )
+@pytest.mark.soak
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of Triton's interpreter
 @pytest.mark.usefixtures("fp8_as_on_a_gpu")
 async def test_the_cuda_backend_multiplies_codes(kind, group, checkpoints, in_process, start_engine, narrow_inputs):

@@ -54,7 +54,8 @@ def add_kv_scales(path, shape: tuple[int, ...], value: float = 0.0) -> None:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.parametrize("shape", [(), pytest.param((2, 1, 1), marks=pytest.mark.soak)], ids=["one", "of heads"])
+@pytest.mark.soak
+@pytest.mark.parametrize("shape", [(), (2, 1, 1)], ids=["one", "of heads"])
 @pytest.mark.usefixtures("fp8_as_on_a_gpu")
 def test_scales_of_the_checkpoint_make_kv_in_fp8_more_precise(with_outliers, worker_config, shape):
     def error() -> float:
