@@ -208,7 +208,7 @@ class KVCacheManager:
         if slot is not None:
             self._slot_to_block[slot] = block
         if is_window_key(block_hash):
-            return  # the block of group 0 with these tokens can still be found, or not
+            return  # events, states and waiting sequences follow the blocks of group 0
         if block_hash in self.host:
             self.events.moved(block_hash)
         else:

@@ -55,7 +55,7 @@ NUM_HELD_OUT, NUM_TIMED = 48, 4
 PASSAGE_CHARS, NEW_TOKENS, LENGTH = 200, 160, 128
 BATCH_TOKENS = 2048
 NUM_FREQUENT, NUM_DRAWN = 1536, 512
-"""The ids of a batch: so many of the most frequent ones in what the model writes, and of the others."""
+"""How many ids each batch has of those that the model writes most often, and how many of the others."""
 NUM_UNROLLED = 3
 DECAY = 0.8
 """A draft's weight in the loss by that of the draft before: it counts only if that one is right."""

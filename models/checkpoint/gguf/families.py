@@ -6,7 +6,7 @@ from typing import Any
 from penstock.models.architecture.rope_config import FULL, SLIDING
 from penstock.models.checkpoint.gguf.hybrids import HYBRIDS
 from penstock.models.checkpoint.gguf.latent import LATENT
-from penstock.models.checkpoint.gguf.metadata import DEFAULT_THETA, Config, Family, Metadata, head_dim
+from penstock.models.checkpoint.gguf.metadata import DEFAULT_THETA, GROUPED_EXPERTS, Config, Family, Metadata, head_dim
 
 GEMMA4_ROTATED = 0.25
 """The fraction of pairs that Gemma 4 rotates in layers without a window. ``gguf_tensors`` checks it."""
@@ -235,24 +235,13 @@ def _grouped_experts(architecture: str) -> Family:
     """A family with GLM-4.5's experts. Its last layers may be draft layers, which are not loaded."""
 
     def family(metadata: Metadata, config: Config) -> Config:
-        names = {
-            "n_routed_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
-            "n_group": "expert_group_count",
-            "topk_group": "expert_group_used_count",
-            "moe_intermediate_size": "expert_feed_forward_length",
-            "n_shared_experts": "expert_shared_count",
-            "first_k_dense_replace": "leading_dense_block_count",
-            "routed_scaling_factor": "expert_weights_scale",
-            "norm_topk_prob": "expert_weights_norm",
-        }
         return {
             "architectures": [architecture],
             "num_hidden_layers": metadata.num_layers - metadata.num_draft_layers,
             "use_qk_norm": metadata.has("attn_q_norm.weight"),
             "sliding_window": None,
             "first_k_dense_replace": 0,
-            **metadata.fields(names),
+            **metadata.fields(GROUPED_EXPERTS),
         }
 
     return family

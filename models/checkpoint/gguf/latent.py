@@ -1,6 +1,6 @@
 """The families with latent attention whose GGUF files can be loaded."""
 
-from penstock.models.checkpoint.gguf.metadata import Config, Family, Metadata
+from penstock.models.checkpoint.gguf.metadata import GROUPED_EXPERTS, Config, Family, Metadata
 
 _SIGMOID = 2
 _LARGE = 256
@@ -14,15 +14,7 @@ def _deepseek2(metadata: Metadata, config: Config) -> Config:
         "kv_lora_rank": "attention.kv_lora_rank",
         "qk_rope_head_dim": "rope.dimension_count",
         "v_head_dim": "attention.value_length_mla" if _is_absorbed(metadata) else "attention.value_length",
-        "n_routed_experts": "expert_count",
-        "num_experts_per_tok": "expert_used_count",
-        "n_group": "expert_group_count",
-        "topk_group": "expert_group_used_count",
-        "moe_intermediate_size": "expert_feed_forward_length",
-        "n_shared_experts": "expert_shared_count",
-        "first_k_dense_replace": "leading_dense_block_count",
-        "routed_scaling_factor": "expert_weights_scale",
-        "norm_topk_prob": "expert_weights_norm",
+        **GROUPED_EXPERTS,
     }
     found: Config = {"q_lora_rank": None, "norm_topk_prob": False, **metadata.fields(names)}
     key = metadata.get("attention.key_length_mla" if _is_absorbed(metadata) else "attention.key_length")

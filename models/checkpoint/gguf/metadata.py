@@ -9,6 +9,18 @@ from penstock.models.checkpoint.gguf.header import GgufHeader
 
 ARCHITECTURE = "general.architecture"
 DEFAULT_THETA = 10_000.0
+GROUPED_EXPERTS = {
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+}
+"""The keys of the fields of experts in groups, by the names of config.json."""
 Config = dict[str, Any]
 
 

@@ -9,6 +9,7 @@ import grpc
 from google.rpc import code_pb2, status_pb2
 from openengine.v1 import generation_pb2, kv_pb2, lifecycle_pb2, lora_pb2, model_pb2, openengine_pb2_grpc, server_pb2
 
+import penstock.v1 as pb
 from penstock.scheduler.adapters import Adapter
 from penstock.scheduler.planning.rate_limit import Rated
 from penstock.service.auth.identity import current_principal
@@ -143,11 +144,13 @@ class Control(openengine_pb2_grpc.ControlServicer):
         name = request.adapter.lora_name
         was_loaded = name in self._parts.adapters
         with _lora_names({"name": "adapter.lora_name", "path": "adapter.source_path"}):
+            self._parts.validator.check(pb.LoadAdapterRequest(name=name, path=request.adapter.source_path))
             adapter = await self._parts.adapters.load(name, request.adapter.source_path)
         return lora_pb2.LoadLoraResponse(adapter=_lora(adapter), already_loaded=was_loaded)
 
     async def UnloadLora(self, request: lora_pb2.UnloadLoraRequest, context: Context) -> lora_pb2.UnloadLoraResponse:
         with _lora_names({"name": "lora_name"}):
+            self._parts.validator.check(pb.UnloadAdapterRequest(name=request.lora_name))
             adapter = self._parts.adapters.unload(request.lora_name)
         return lora_pb2.UnloadLoraResponse(adapter=_lora(adapter))
 

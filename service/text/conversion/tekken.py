@@ -5,17 +5,13 @@ from typing import Any
 
 import msgspec
 
-from penstock.models.checkpoint.tokenizer.parts import (
-    BYTE_LEVEL_DECODER,
-    Part,
-    added_token,
-    bpe,
-    byte_letters,
-    find_merges,
-    split_words,
-    surround,
+from penstock.models.checkpoint.tokenizer.parts import byte_letters
+from penstock.service.text.conversion.described import (
+    ConversionError,
+    DescribedTokenizer,
+    byte_level_tokenizer,
+    flag,
 )
-from penstock.service.text.conversion.described import ConversionError, DescribedTokenizer, flag
 from penstock.service.text.tokenizer_bounds import MAX_ADDED_TOKENS, MAX_TOKEN_IDS
 
 _NUM_BYTES = 256
@@ -62,25 +58,10 @@ def convert_tekken(content: bytes, fields: Mapping[str, Any]) -> DescribedTokeni
     num_special = _check_sizes(tekken)
     special = _special_tokens(tekken, num_special)
     vocab = _vocabulary(tekken, num_special)
-    if clash := next((name for name in special if name in vocab), None):
-        raise ConversionError(f"has the special token {clash[:60]!r} among the others too")
-    try:
-        merges = find_merges(vocab, ((token, -token_id) for token, token_id in vocab.items()))
-    except ValueError as error:
-        raise ConversionError(str(error)) from None
     ids = {name: token_id for token_id, name in enumerate(special)}
     begin = ("<s>", ids["<s>"]) if "<s>" in ids and flag(fields, "add_bos_token", True) else None
     end = ("</s>", ids["</s>"]) if "</s>" in ids and flag(fields, "add_eos_token", False) else None
-    written: Part = {
-        "version": "1.0",
-        "added_tokens": [added_token(token_id, name, special=True) for name, token_id in ids.items()],
-        "normalizer": None,
-        "pre_tokenizer": split_words(tekken.config.pattern),
-        "post_processor": surround(begin, end),
-        "decoder": BYTE_LEVEL_DECODER,
-        # A word that is a token is not built from smaller ones.
-        "model": bpe(ids | vocab, merges, ignore_merges=True),
-    }
+    written = byte_level_tokenizer(vocab, ids, ids.keys(), tekken.config.pattern, begin, end)
     return DescribedTokenizer(written, {name: token for name, token in _NAMES.items() if token in ids})
 
 

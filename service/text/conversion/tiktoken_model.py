@@ -10,17 +10,9 @@ from collections.abc import Mapping
 
 from tokenizers import AddedToken
 
-from penstock.models.checkpoint.gguf.pre_tokenizers import KIMI_K2
-from penstock.models.checkpoint.tokenizer.parts import (
-    BYTE_LEVEL_DECODER,
-    Part,
-    added_token,
-    bpe,
-    byte_letters,
-    find_merges,
-    split_words,
-)
-from penstock.service.text.conversion.described import ConversionError, DescribedTokenizer
+from penstock.models.checkpoint.tokenizer.parts import byte_letters
+from penstock.models.checkpoint.tokenizer.words import KIMI_K2
+from penstock.service.text.conversion.described import ConversionError, DescribedTokenizer, byte_level_tokenizer
 from penstock.service.text.tokenizer_bounds import MAX_ADDED_TOKENS, MAX_TOKEN_IDS
 
 _CLASS = "TikTokenTokenizer"
@@ -37,23 +29,8 @@ def convert_tiktoken(content: bytes, tokenizer_class: object, decoder: Mapping[i
         raise ConversionError(f"is read only with the tokenizer_class {_CLASS} in tokenizer_config.json, not {given}")
     vocab = _vocabulary(content)
     special = _special_tokens(len(vocab), decoder)
-    if clash := next((token.content for token in special if token.content in vocab), None):
-        raise ConversionError(f"has the special token {clash[:60]!r} among the others too")
-    try:
-        merges = find_merges(vocab, ((token, -token_id) for token, token_id in vocab.items()))
-    except ValueError as error:
-        raise ConversionError(str(error)) from None
     ids = {token.content: token_id for token_id, token in enumerate(special, len(vocab))}
-    written: Part = {
-        "version": "1.0",
-        "added_tokens": [added_token(ids[token.content], token.content, token.special) for token in special],
-        "normalizer": None,
-        "pre_tokenizer": split_words(KIMI_K2),
-        "post_processor": None,
-        "decoder": BYTE_LEVEL_DECODER,
-        # A word that is a token is not built from smaller ones.
-        "model": bpe(vocab | ids, merges, ignore_merges=True),
-    }
+    written = byte_level_tokenizer(vocab, ids, {token.content for token in special if token.special}, KIMI_K2)
     return DescribedTokenizer(written, {name: token for name, token in _NAMES.items() if token in ids})
 
 
@@ -84,7 +61,7 @@ def _vocabulary(content: bytes) -> dict[str, int]:
 def _special_tokens(first: int, decoder: Mapping[int, AddedToken]) -> list[AddedToken]:
     """Returns the tokens with ids from ``first`` on: those of ``decoder``, and reserved ones between them. Raises
     ConversionError."""
-    end = max(first + _NUM_SPECIAL, *(token_id + 1 for token_id in decoder), first)
+    end = max([first + _NUM_SPECIAL, *(token_id + 1 for token_id in decoder)])
     if end - first > MAX_ADDED_TOKENS:
         raise ConversionError(f"has {first:,} tokens, and tokenizer_config.json adds one with the id {end - 1:,}")
     if own := next((token_id for token_id in decoder if token_id < first), None):
