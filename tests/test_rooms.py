@@ -17,7 +17,6 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 400, 60
 LONG_FUNCTIONS = {
     "kernels/cuda/attention/common.py": {"attend"},
     "kernels/cuda/attention/decode.py": {"decode_kernel"},
-    "kernels/cuda/attention/merge.py": {"merge_kernel"},
     "kernels/cuda/attention/prefill.py": {"prefill_kernel"},
     "kernels/cuda/moe/routing.py": {"route_kernel"},
     "kernels/cuda/rope_kv.py": {"_rope_kv"},

@@ -2,7 +2,8 @@
 
 Models have the shapes of published ones and made-up weights. Both contexts take turns, so that a busy machine slows
 both down. A step with the long context reads more: the KV of the layers that have attention, in bf16, or in eight bits
-with --quantization int8 or int4. The same model with attention in all layers would have the KV in the last column.
+with --quantization int8 or int4, or --kv-cache-dtype int8. The same model with attention in all layers would have the
+KV in the last column.
 """
 
 import argparse
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(CONFIGS), default=list(CONFIGS), help="default: all")
     parser.add_argument("--quantization", choices=["none", "int8", "int4"], default="none")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "int8"], default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--contexts", type=int, nargs=2, default=[100, 32_000], help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="8 steps at each context (default: %(default)s)")
@@ -108,7 +110,8 @@ def measure(name: str, arguments: argparse.Namespace, contexts: Sequence[int]) -
         num_blocks = -(-longest // BLOCK_SIZE)
         config = WorkerConfig(
             folder, backend="cpu", quantization=arguments.quantization, load_format="dummy",
-            num_threads=arguments.threads, num_blocks=num_blocks + 8, max_model_len=longest, max_num_seqs=4,
+            kv_cache_dtype=arguments.kv_cache_dtype, num_threads=arguments.threads, num_blocks=num_blocks + 8,
+            max_model_len=longest, max_num_seqs=4,
         )  # fmt: skip
         backend, spec = load_backend(config), check_checkpoint(Path(folder), weights=False).spec
     facts = backend.facts

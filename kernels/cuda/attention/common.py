@@ -213,14 +213,12 @@ def lowest_seen(position, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def query_offsets(
-    begin, tile, head, num_queries, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """The rows of a tile are all heads of a group for its first query, then those for its second, and so on.
+def query_offsets(begin, row, head, num_queries, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr):
+    """The rows of a sequence and KV head are all heads of the group for its first query, then those for its second, and
+    so on.
 
     Returns for each row: its query in the sequence, its row in (T * H, D), and whether the query exists.
     """
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     index = row // GROUP
     offsets = ((begin + index).to(tl.int64) * NUM_KV_HEADS + head) * GROUP + row % GROUP
     return index, offsets, index < num_queries

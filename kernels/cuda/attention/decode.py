@@ -2,7 +2,8 @@
 number of programs.
 
 Each program takes a contiguous share of all units (plan.py defines units and parts), and may begin and end within a
-part. If several programs share a part, their partial results go to a workspace, and merge.py merges them.
+part. If several programs share a part, their partial results go to a workspace. The last of them merges these, or a
+kernel does (merge.py).
 """
 
 import functools
@@ -27,7 +28,7 @@ from penstock.kernels.cuda.attention.common import (
     shared_arguments,
     shared_values,
 )
-from penstock.kernels.cuda.attention.merge import merge_variant
+from penstock.kernels.cuda.attention.merge import merge_rows, merge_variant
 from penstock.kernels.cuda.attention.plan import DecodeShape, extent
 from penstock.kernels.cuda.core.common import await_inputs
 from penstock.kernels.cuda.core.launch import KernelVariant
@@ -45,6 +46,9 @@ class DecodeWorkspace:
     """(num_partials, block_m, D) fp32: the values weighted by some of a part's keys."""
     weights: Tensor
     """(num_partials, block_m) fp32: log2 of the sum of 2^score over those keys."""
+    counters: Tensor
+    """(num_programs,) int32: the number of stored pieces of the part that begins in a program's share and continues
+    beyond it. 0 between steps. Only if the last program of a part merges."""
     extended: "DecodeWorkspace | None"
     """The workspace of ``shape.extended``."""
 
@@ -58,6 +62,7 @@ class DecodeWorkspace:
             num_programs,
             torch.empty((*rows, shape.attention.head_dim), dtype=torch.float32, device=device),
             torch.empty(rows, dtype=torch.float32, device=device),
+            torch.zeros(num_programs, dtype=torch.int32, device=device),
             None if shape.extended is None else cls.allocate(shape.extended, num_multiprocessors, device),
         )
 
@@ -65,8 +70,9 @@ class DecodeWorkspace:
         rows = (2 * self.num_programs, shape.tiles.block_m)
         assert self.mixed.shape == (*rows, shape.attention.head_dim)
         assert self.weights.shape == rows
-        assert self.mixed.is_contiguous()
-        assert self.weights.is_contiguous()
+        assert self.counters.shape == (self.num_programs,)
+        for tensor in (self.mixed, self.weights, self.counters):
+            assert tensor.is_contiguous()
 
 
 @triton.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=NUMBERS)
@@ -86,6 +92,7 @@ def decode_kernel(
     unit_starts,
     partials,
     partial_weights,
+    counters,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -98,10 +105,13 @@ def decode_kernel(
     PRODUCT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MERGED_ROWS: tl.constexpr,
+    MERGED_PIECES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes a program's share of the units. Stores the result of each part that the program has all of, and partial
-    results of the others."""
+    results of the others. The last program of a part merges these, MERGED_ROWS rows of MERGED_PIECES at a time; with 0
+    rows, the merging kernel does."""
     await_inputs(PDL)
     dims = tl.arange(0, BLOCK_D)
     units = tl.load(unit_starts + num_sequences) * NUM_KV_HEADS
@@ -120,9 +130,8 @@ def decode_kernel(
         offset = within % part_units
         taken = tl.minimum(part_units - offset, units - unit)
         head = part % NUM_KV_HEADS
-        index, query_rows, live = query_offsets(
-            begin, part // NUM_KV_HEADS, head, num_queries, NUM_KV_HEADS, GROUP, BLOCK_M
-        )
+        row = part // NUM_KV_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
+        index, query_rows, live = query_offsets(begin, row, head, num_queries, NUM_KV_HEADS, GROUP)
         heads = query + query_rows * (ROTATED_DIM + HEAD_DIM)
         at = query_rows[:, None] * HEAD_DIM + dims[None, :]
         there = live[:, None] & (dims < HEAD_DIM)[None, :]
@@ -161,7 +170,44 @@ def decode_kernel(
             result = mixed * (value_scale / total)[:, None]
             tl.store(partials + lines[:, None] * HEAD_DIM + dims[None, :], result, mask=there)
             tl.store(partial_weights + lines, maximum + tl.log2(total), mask=live)
+            if MERGED_ROWS:
+                program = (unit - offset) // share  # in whose share the part begins
+                num_pieces = (unit - offset + part_units - 1) // share - program + 1
+                # All threads of the program have stored their results before one of them counts.
+                tl.debug_barrier()
+                if tl.atomic_add(counters + program, 1, sem="acq_rel") == num_pieces - 1:
+                    num_rows = num_queries * GROUP - part // NUM_KV_HEADS * BLOCK_M
+                    for first_row in range(0, tl.minimum(num_rows, BLOCK_M), MERGED_ROWS):
+                        merge_rows(
+                            sinks,
+                            out,
+                            partials,
+                            partial_weights,
+                            begin,
+                            num_queries,
+                            part,
+                            first_row,
+                            program,
+                            num_pieces,
+                            NUM_KV_HEADS,
+                            GROUP,
+                            HEAD_DIM,
+                            BLOCK_D,
+                            BLOCK_M,
+                            MERGED_ROWS,
+                            MERGED_PIECES,
+                        )
+                    tl.store(counters + program, 0)
         unit += taken
+
+
+def _merge_constants(shape: DecodeShape) -> dict[str, object]:
+    """How the decoding kernel merges. Each thread holds 32 numbers at a time."""
+    if not shape.is_merged_by_last:
+        return {"MERGED_ROWS": 0, "MERGED_PIECES": 0}
+    rows = min(int(triton.next_power_of_2(shape.max_rows)), 4)
+    pieces = 1024 * shape.tiles.num_warps // (rows * shape.attention.block_dim)
+    return {"MERGED_ROWS": rows, "MERGED_PIECES": pieces}
 
 
 @functools.cache
@@ -173,8 +219,9 @@ def decode_variant(shape: DecodeShape) -> KernelVariant:
             **shared_arguments(shape.attention),
             "unit_starts": torch.int32,
             **dict.fromkeys(("partials", "partial_weights"), torch.float32),
+            "counters": torch.int32,
         },
-        {**shape.attention.constants(), **shape.constants()},
+        {**shape.attention.constants(), **shape.constants(), **_merge_constants(shape)},
         num_warps=shape.tiles.num_warps,
         num_stages=shape.tiles.num_stages,
     )
@@ -200,7 +247,10 @@ def decode_attention(
         unit_starts,
         workspace.mixed,
         workspace.weights,
+        workspace.counters,
     )
+    if shape.is_merged_by_last:
+        return
     merge_variant(shape).launch(
         (workspace.num_programs, min(shape.tiles.block_m, shape.max_rows)),
         batch.query_starts,

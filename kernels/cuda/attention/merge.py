@@ -6,13 +6,63 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.kernels.cuda.attention.common import final_weight, find_sequence
+from penstock.kernels.cuda.attention.common import final_weight, find_sequence, query_offsets
 from penstock.kernels.cuda.attention.plan import DecodeShape, extent
 from penstock.kernels.cuda.core.common import await_inputs
 from penstock.kernels.cuda.core.launch import KernelVariant
 
-BLOCK_JOINED = tl.constexpr(32)
-"""Pieces that are read at a time."""
+
+@triton.jit
+def merge_rows(
+    sinks,
+    out,
+    partials,
+    partial_weights,
+    begin,
+    num_queries,
+    part,
+    first_row,
+    program,
+    num_pieces,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Merges the pieces of ROWS rows of a part's tile, from ``first_row`` on. The part begins in the share of
+    ``program``. PIECES are read at a time, around the L1 cache, which may not have what other programs stored."""
+    of_tile = first_row + tl.arange(0, ROWS)
+    head = part % NUM_KV_HEADS
+    row = part // NUM_KV_HEADS * BLOCK_M + of_tile
+    _, query_rows, live = query_offsets(begin, row, head, num_queries, NUM_KV_HEADS, GROUP)
+    dims = tl.arange(0, BLOCK_D)
+    maximum = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for done in range(0, num_pieces, PIECES):
+        index = done + tl.arange(0, PIECES)
+        # the part begins at the end of one program's share and continues at the beginning of the next ones
+        partial = 2 * (program + index) + (index == 0).to(tl.int32)
+        line = partial.to(tl.int64)[:, None] * BLOCK_M + of_tile[None, :]
+        there = (index < num_pieces)[:, None] & live[None, :]
+        weight = tl.load(partial_weights + line, mask=there, other=float("-inf"), cache_modifier=".cg")
+        at = line[:, :, None] * HEAD_DIM + dims[None, None, :]
+        there = there[:, :, None] & (dims < HEAD_DIM)[None, None, :]
+        values = tl.load(partials + at, mask=there, other=0.0, cache_modifier=".cg")
+        raised = tl.maximum(maximum, tl.max(weight, axis=0))
+        base = tl.where(raised == float("-inf"), 0.0, raised)
+        weight = tl.exp2(weight - base[None, :])
+        kept = tl.exp2(maximum - base)
+        total = total * kept + tl.sum(weight, axis=0)
+        mixed = mixed * kept[:, None] + tl.sum(values * weight[:, :, None], axis=0)
+        maximum = raised
+    sink = tl.load(sinks + head * GROUP + row % GROUP)
+    result = mixed * final_weight(maximum, total, sink)[:, None]
+    at = query_rows[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=live[:, None] & (dims < HEAD_DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["num_sequences"])
@@ -54,36 +104,28 @@ def merge_kernel(
     part = (last - first_unit) // part_units
     first_unit += part * part_units
     num_pieces = (first_unit + part_units - 1) // share - program + 1
-    if first_unit < program * share:
+    is_row = part // NUM_KV_HEADS * BLOCK_M + tl.program_id(1) < num_queries * GROUP
+    if (first_unit < program * share) | (num_pieces <= 1) | (not is_row):
         return
-    row = part // NUM_KV_HEADS * BLOCK_M + tl.program_id(1)
-    if (num_pieces <= 1) | (row >= num_queries * GROUP):
-        return
-
-    head = part % NUM_KV_HEADS * GROUP + row % GROUP
-    dims = tl.arange(0, BLOCK_D)
-    maximum = float("-inf")
-    total = 0.0
-    mixed = tl.zeros((BLOCK_D,), tl.float32)
-    for done in range(0, num_pieces, BLOCK_JOINED):
-        index = done + tl.arange(0, BLOCK_JOINED)
-        # the part begins at the end of one program's share and continues at the beginning of the next ones
-        partial = 2 * (program + index) + (index == 0).to(tl.int32)
-        line = partial.to(tl.int64) * BLOCK_M + tl.program_id(1)
-        there = index < num_pieces
-        weight = tl.load(partial_weights + line, mask=there, other=float("-inf"))
-        at = line[:, None] * HEAD_DIM + dims[None, :]
-        values = tl.load(partials + at, mask=there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-        raised = tl.maximum(maximum, tl.max(weight, axis=0))
-        base = tl.where(raised == float("-inf"), 0.0, raised)
-        weight = tl.exp2(weight - base)
-        kept = tl.exp2(maximum - base)
-        total = total * kept + tl.sum(weight, axis=0)
-        mixed = mixed * kept + tl.sum(values * weight[:, None], axis=0)
-        maximum = raised
-    result = mixed * final_weight(maximum, total, tl.load(sinks + head))
-    at = ((begin + row // GROUP).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM + dims
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    merge_rows(
+        sinks,
+        out,
+        partials,
+        partial_weights,
+        begin,
+        num_queries,
+        part,
+        tl.program_id(1),
+        program,
+        num_pieces,
+        NUM_KV_HEADS,
+        GROUP,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_M,
+        1,
+        32,
+    )
 
 
 @functools.cache

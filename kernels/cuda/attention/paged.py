@@ -54,6 +54,7 @@ def attention_variants(shape: DecodeShape) -> list[KernelVariant]:
     decoding = [form for form in (shape, shape.extended) if form is not None and form.max_queries]
     return [
         plan_variant(shape),
-        *(variant for form in decoding for variant in (decode_variant(form), merge_variant(form))),
+        *(decode_variant(form) for form in decoding),
+        *(merge_variant(form) for form in decoding if not form.is_merged_by_last),
         prefill_variant(shape.attention),
     ]

@@ -34,6 +34,8 @@ MAX_DECODED = 64
 """The maximum number of queries of a sequence that is decoded. With more, it is not bound by reading."""
 MAX_EXTENDED = 256
 """The maximum number of queries of a sequence that is extended. With more, it has tiles for most multiprocessors."""
+MAX_MERGED_ROWS = 16
+"""The maximum number of rows of a part that the last of its programs merges."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,14 @@ class DecodeShape:
     @property
     def tiles(self) -> DecodeTiles:
         return extended_tiles(self.attention) if self.is_extended else decode_tiles(self.attention, self.max_rows)
+
+    @property
+    def is_merged_by_last(self) -> bool:
+        """Whether the last program that computes a piece of a part merges them all. This saves a kernel. With many or
+        long rows, it would take longer than a kernel whose programs share them. And merging takes registers, which
+        three programs per multiprocessor do not have."""
+        is_small = self.max_rows <= MAX_MERGED_ROWS and self.attention.block_dim <= 128
+        return is_small and not self.is_extended and self.tiles.programs < 3
 
     def constants(self) -> dict[str, object]:
         """The constants of the decoding and the merging kernel."""

@@ -104,7 +104,8 @@ def prefill_kernel(
     tile = unit - tl.load(tile_starts + sequence)
 
     dims = tl.arange(0, BLOCK_D)
-    index, query_rows, live = query_offsets(begin, tile, head, num_queries, NUM_KV_HEADS, GROUP, BLOCK_M)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    index, query_rows, live = query_offsets(begin, row, head, num_queries, NUM_KV_HEADS, GROUP)
     at = query_rows[:, None] * HEAD_DIM + dims[None, :]
     there = live[:, None] & (dims < HEAD_DIM)[None, :]
     heads = query + query_rows * (ROTATED_DIM + HEAD_DIM)

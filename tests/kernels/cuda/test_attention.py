@@ -116,6 +116,7 @@ def computed(step: Sequences, max_queries: int = 1, multiprocessors: int = 2) ->
     out = torch.full_like(step.query[..., step.shape.rotated_dim :], math.nan, memory_format=torch.contiguous_format)
     any_longer = any(n > max_queries for n, _ in step.lengths)
     paged_attention(shape, step.query, step.kv, step.batch, starts, workspace, out, any_longer=any_longer)
+    assert not workspace.counters.any(), "the next step would never merge"
     return out
 
 

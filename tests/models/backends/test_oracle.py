@@ -18,7 +18,8 @@ from penstock.scheduler.plan import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 NUM_TOKENS = 24
-TOLERANCE = 1e-4
+# Twice what transformers itself differs from its result in float64: 1.1e-4 with gemma4-inputs and AVX2.
+TOLERANCE = 2e-4
 
 
 @pytest.fixture(params=["reference", "cpu"])

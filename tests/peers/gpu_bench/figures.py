@@ -9,6 +9,7 @@ VARIANTS = (
     "products by the kernels",
     "products by cuBLAS",
     "late launches",
+    "a kernel that merges",
     "undivided turns",
     "fp8 KV",
     "flashinfer",

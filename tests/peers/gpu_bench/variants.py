@@ -46,6 +46,11 @@ def _launch_late() -> None:
     launch.PDL_CAPABILITY = 1000
 
 
+def _merge_by_a_kernel() -> None:
+    """Has a kernel merge the pieces of attention, not the last program that computes one."""
+    DecodeShape.is_merged_by_last = property(lambda _: False)  # type: ignore[assignment,method-assign]
+
+
 def _extend_nothing() -> None:
     """Does not divide the context of a few new tokens over the GPU."""
     DecodeShape.extended = property(lambda _: None)  # type: ignore[assignment,method-assign]
@@ -68,6 +73,7 @@ CHANGES = dict(
             Change(_measure_nothing),
             Change(_choose_torch),
             Change(_launch_late),
+            Change(_merge_by_a_kernel),
             Change(_extend_nothing),
             Change(config={"kv_cache_dtype": "fp8"}),
             _attend_by("flashinfer"),
