@@ -24,6 +24,10 @@ def talk(conversations, **fields):
         [output] = conversations.ask(history, max_tokens=NUM_OUTPUT, **fields)
         computed.append(conversations.num_computed)
         history += output
+    print(
+        f"{NUM_TURNS} turns of {NUM_NEW} new tokens, {max(lengths):,} at the end: computed {sum(computed):,} tokens of "
+        f"prompts, at most {max(computed):,} in a turn"
+    )
     return computed, lengths
 
 
