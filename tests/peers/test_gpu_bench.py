@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,24 +101,26 @@ def test_tiles_of_latent_attention_are_right() -> None:
 def test_a_variant_changes_what_its_name_says(monkeypatch: pytest.MonkeyPatch) -> None:
     changed: list[tuple[Any, str]] = [
         (CudaLinears, "measure"), (ExpertLayers, "measure"), (ProductChoice, "is_torchs"),
-        (launch_module, "PDL_CAPABILITY"), (DecodeShape, "extended"),
+        (launch_module, "PDL_CAPABILITY"), (DecodeShape, "is_merged_by_last"), (DecodeShape, "extended"),
     ]  # fmt: skip
     for owner, name in changed:
         monkeypatch.setattr(owner, name, getattr(owner, name))  # and so they are put back
-    shape = DecodeShape(TINY.models[0].shape.attention_of(None), 1)
+    shape = DecodeShape(replace(TINY.models[0].shape.attention_of(None), head_dim=128), 1)
     early = gated_activation_variant(torch.bfloat16, 8, "silu")
 
     def is_early() -> Any:
         return early._for_capability(90)[0]["PDL"]
 
     assert (is_early(), ProductChoice().is_torchs(8, 8, 1)) == (True, False)
+    assert shape.is_merged_by_last
     assert shape.extended is not None
     assert tuple(CHANGES) == VARIANTS
     CHANGES[BASELINE].apply()
     assert is_early()
-    for name in ("products by cuBLAS", "late launches", "undivided turns"):
+    for name in ("products by cuBLAS", "late launches", "a kernel that merges", "undivided turns"):
         CHANGES[name].apply()
     assert (is_early(), ProductChoice().is_torchs(8, 8, 1)) == (False, True)
+    assert not shape.is_merged_by_last
     assert shape.extended is None
     with pytest.raises(ModuleNotFoundError) as missing:
         CHANGES["flashinfer"].apply()
