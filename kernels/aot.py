@@ -19,7 +19,7 @@ from triton import JITFunction, knobs
 from penstock.kernels.cuda.accept_drafts import accept_variant
 from penstock.kernels.cuda.activation import gated_activation_variant
 from penstock.kernels.cuda.attention.paged import attention_variants
-from penstock.kernels.cuda.core.launch import ALIGNMENT, FP8_CAPABILITY, TYPES, KernelVariant
+from penstock.kernels.cuda.core.launch import ALIGNMENT, FP8_CAPABILITY, TYPES, KernelVariant, has_wide_products
 from penstock.kernels.cuda.example_shapes import SHAPES
 from penstock.kernels.cuda.gemv import gemv_variant
 from penstock.kernels.cuda.latent_kv import LatentShape, latent_kv_variant
@@ -229,6 +229,13 @@ def wanted(shapes: Iterable[ModelShape]) -> dict[str, KernelVariant]:
     return found
 
 
+def shape_for(shape: ModelShape, capability: int) -> ModelShape:
+    """The shape on GPUs of a compute capability."""
+    wide = has_wide_products(capability)
+    others = tuple(replace(other, wide_products=wide) for other in shape.others)
+    return replace(shape, others=others, wide_products=wide)
+
+
 def describe(variant: KernelVariant) -> str:
     """A line that identifies the variant. Leaves out dtypes among the constants, since they follow from the tensors'
     dtypes."""
@@ -281,7 +288,7 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown:
         parser.error(f"no such model: {unknown[0]}")
     limit = MAX_SHARED_BYTES[options.capability]
-    shapes = [SHAPES[name] for name in options.models or SHAPES]
+    shapes = [shape_for(SHAPES[name], options.capability) for name in options.models or SHAPES]
     if options.quantization is None:
         compiled = list(wanted(shapes).values())
     else:

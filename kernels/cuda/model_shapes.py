@@ -124,6 +124,8 @@ class ModelShape:
     """Whether a token's results are bitwise the same in every batch."""
     lora_rank: int = 0
     """The largest rank of LoRA adapters; 0: there are none."""
+    wide_products: bool = True
+    """Whether the GPU has ``WIDE_PRODUCTS``."""
 
     @property
     def kinds(self) -> tuple["ModelShape", ...]:
@@ -171,6 +173,7 @@ class ModelShape:
             window=window,
             cap=self.cap,
             chunked=self.chunked_windows and window is not None,
+            wide_products=self.wide_products,
         )
 
     def sampler(self) -> SamplerShape:

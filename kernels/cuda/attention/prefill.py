@@ -54,8 +54,9 @@ def prefill_tiles(shape: AttentionShape) -> PrefillTiles:
         # With (64, 16, 8, 3), Triton 3.6 generates a second product that reads past the end of shared memory.
         return PrefillTiles(64, 32, 8, 3) if shape.block_dim <= 128 else PrefillTiles(32, 32, 4, 2)
     if shape.block_dim > 128:
-        return PrefillTiles(128, 32, 8, 3)
-    if shape.block_dim > 64 and (shape.window is not None or shape.kv_dtype != shape.dtype or shape.head_dim != 128):
+        return PrefillTiles(128 if shape.wide_products else 64, 32, 8, 3)
+    is_plain = shape.window is None and shape.kv_dtype == shape.dtype and shape.head_dim == 128
+    if shape.block_dim > 64 and not (is_plain and shape.wide_products):
         return PrefillTiles(128, 64, 8, 3)
     return PrefillTiles(128, 128, 8, 3)
 

@@ -32,6 +32,8 @@ FP8_CAPABILITY = 89
 """The first with products and conversions of fp8."""
 PDL_CAPABILITY = 90
 """The first with programmatic dependent launch."""
+WIDE_PRODUCTS = (9, 10)
+"""The major versions with wide matrix products (wgmma, tcgen05). Version 12, for desktops, does not have them."""
 
 TYPES = {
     torch.float64: "fp64",
@@ -90,8 +92,7 @@ class KernelVariant:
     @cached_property
     def _settings(self) -> dict[str, Any]:
         """The constants and options on this machine's GPU."""
-        capability = 0 if interpreted() else triton.runtime.driver.active.get_current_target().arch
-        constants, options = self._for_capability(capability)
+        constants, options = self._for_capability(active_capability())
         return constants | options
 
     def _for_capability(self, capability: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -138,6 +139,16 @@ def capability_of(device: torch.device) -> int:
     """The compute capability of a GPU, such as 90 for Hopper."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def active_capability() -> int:
+    """The compute capability of the GPU that kernels are launched on; 0 in the interpreter."""
+    return 0 if interpreted() else int(triton.runtime.driver.active.get_current_target().arch)
+
+
+def has_wide_products(capability: int) -> bool:
+    """Whether GPUs of a compute capability have ``WIDE_PRODUCTS``. The interpreter computes what they would."""
+    return capability == 0 or capability // 10 in WIDE_PRODUCTS
 
 
 def shared_bytes_of(device: torch.device) -> int:

@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 
 import torch
 
+from penstock.kernels.cuda.core.launch import active_capability, has_wide_products
 from penstock.kernels.cuda.latent_kv import LatentShape
 from penstock.kernels.cuda.model_shapes import Mixture, ModelShape
 from penstock.kernels.cuda.recurrent.shapes import RecurrentShape
@@ -80,6 +81,7 @@ def shape_of(
         max_drafts=max_drafts,
         deterministic=deterministic,
         num_window_groups=num_window_groups,
+        wide_products=has_wide_products(active_capability()),
     )
     return _with_kinds(spec, shape)
 

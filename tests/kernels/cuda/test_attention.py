@@ -13,6 +13,7 @@ from penstock.kernels.cuda.attention.common import PAGE_SLOTS, AttentionShape, P
 from penstock.kernels.cuda.attention.decode import DecodeWorkspace
 from penstock.kernels.cuda.attention.paged import paged_attention
 from penstock.kernels.cuda.attention.plan import DecodeShape, WorkStarts, plan_attention
+from penstock.kernels.cuda.attention.prefill import prefill_tiles
 from penstock.kernels.reference import ops as reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -244,6 +245,15 @@ def test_latents(rank, rotated, dtype):
 def test_head_sizes(head_dim):
     shape = replace(SMALL, head_dim=head_dim, num_heads=3, num_kv_heads=1)
     check(sequences(shape, [(1, 70), (20, 50)]))
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_tiles_without_wide_products(head_dim):
+    """They are smaller. The plan counts them."""
+    wide = replace(SMALL, head_dim=head_dim, num_heads=3, num_kv_heads=1, dtype=torch.bfloat16, kv_dtype=torch.bfloat16)
+    shape = replace(wide, wide_products=False)
+    assert prefill_tiles(shape) != prefill_tiles(wide)
+    check(sequences(shape, [(1, 70), (40, 60), (30, 30)]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

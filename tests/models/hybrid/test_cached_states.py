@@ -75,7 +75,9 @@ async def test_drafts_across_borders(typical_hybrid, backend, knowing_executor, 
         assert next_answer.finished.usage.cached_tokens >= len(longer) - 1 - 16
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3-next", pytest.param("falcon-h1", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "name", ["qwen3-next", *(pytest.param(name, marks=pytest.mark.soak) for name in ("lfm2", "falcon-h1"))]
+)
 async def test_a_worker_that_is_killed(hybrid, name, backend, worker_config, start_engine, prompts, check_greedy):
     model = hybrid(name)
     worker = WorkerProcess(worker_config(model.path, backend=backend))

@@ -64,7 +64,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Models of two layers, one for each kind of mixer, and one with both in each layer."""
-LONG = ("delta-net", "mamba-beside-attention")
+LONG = ("convolution", "delta-net", "mamba-beside-attention")
 """Those that take long in the interpreter."""
 MAX_DRAFTS = 3
 SIZES = {

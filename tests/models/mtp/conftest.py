@@ -2,7 +2,9 @@
 https://arxiv.org/abs/2412.19437 section 2.2."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -35,9 +37,12 @@ class Kind(NamedTuple):
     """Whether the next draft continues from the hidden states after the last norm."""
     has_copies: bool = True
     """Whether the checkpoint repeats the embedding and the output head, and its config has the number of heads."""
+    sizes: Mapping[str, int] = MappingProxyType({})
+    """Of the config's experts, which are large by default."""
 
 
-GLM = Kind("Glm4MoeConfig", Glm4MoeDecoderLayer)
+SMALL_EXPERTS = MappingProxyType({"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24})
+GLM = Kind("Glm4MoeConfig", Glm4MoeDecoderLayer, sizes=SMALL_EXPERTS)
 QWEN = Kind(
     "Qwen3NextConfig", Qwen3NextDecoderLayer, "mtp.", "layers.0.", "pre_fc_norm_embedding.weight",
     "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight", 1.0, continues_after_norm=True,
@@ -110,7 +115,7 @@ def build_mtp_model(build_model):
     """Makes a GLM-4.5, or a model of another config, with a random head."""
 
     def build(path, kind=GLM, **changes):
-        target = build_model(path, kind.config_class, {"num_hidden_layers": NUM_LAYERS, **changes})
+        target = build_model(path, kind.config_class, {"num_hidden_layers": NUM_LAYERS, **kind.sizes, **changes})
         config = target.module.config
         torch.manual_seed(8)
         types = getattr(config, "layer_types", None) or ["full_attention"] * NUM_LAYERS
