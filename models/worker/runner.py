@@ -85,7 +85,7 @@ class Runner:
         end = min(facts.block_size, facts.max_model_len)
         length = max(1, end - 1)
         sampling = SamplingParams(top_k=2, top_p=0.5, min_p=0.1, logprobs=1)
-        self.run(StepPlan(0, [], [self._added(0, length, [0], sampling)], [], [Chunk(0, 0, length)], []))
+        self.run(StepPlan(0, [], [self.make_row(0, [0] * length, [0], sampling)], [], [Chunk(0, 0, length)], []))
         if length < end:
             self.run(StepPlan(0, [], [], [], [], [Decode(0, 1)]))
         self.run(StepPlan(0, [0], [], [], [], []))
@@ -102,7 +102,7 @@ class Runner:
         room = min(facts.max_model_len, facts.num_blocks * facts.block_size, facts.max_num_batched_tokens)
         length = min(MEASURED_CHUNKS[-1][1], room)
         blocks = list(range(-(-length // facts.block_size)))
-        row = self._added(0, length, blocks, SamplingParams(temperature=0.0))
+        row = self.make_row(0, [0] * length, blocks, SamplingParams(temperature=0.0))
         chunks = [Chunk(0, start, min(end, length)) for start, end in MEASURED_CHUNKS if start < length]
         # The first chunk is the first use of much memory, so it is computed twice, unless that hardly affects its time.
         if facts.device != "cpu" or facts.weight_bytes < LARGE_BYTES:
@@ -135,26 +135,26 @@ class Runner:
         if facts.block_size < 2 or facts.max_model_len < 3:
             return [], 0
         sampling = SamplingParams(temperature=0.0)
-        added = [self._added(row, 1, [row], sampling, max_drafts=1) for row in range(number)]
+        added = [self.make_row(row, [0], [row], sampling, max_drafts=1) for row in range(number)]
         result = self.run(StepPlan(0, [], added, [], [Chunk(row, 0, 1) for row in range(number)], []))
         return list(range(number)), result.computed_us
 
-    def _added(
-        self, number: int, length: int, blocks: list[int], sampling: SamplingParams, max_drafts: int = 0
+    def make_row(
+        self, number: int, token_ids: list[int], blocks: list[int], sampling: SamplingParams, max_drafts: int = 0
     ) -> AddedRow:
-        """Returns a row of the runner's own."""
+        """Returns a row that no scheduler made, to measure or warm up with. It has all that the model's layers need."""
         slot = NO_SLOT if self._states is None else number
         # Its layers overwrite each other's KV, but its results mean nothing.
         window_ids = [block for block in blocks for _ in range(self._backend.facts.num_window_groups)]
         return AddedRow(
-            number, 0, [0] * length, length, 0, blocks, sampling,
+            number, 0, token_ids, len(token_ids), 0, blocks, sampling,
             max_drafts=max_drafts, state_slot=slot, window_ids=window_ids,
         )  # fmt: skip
 
     def _run_drafts(self, num_tokens: int) -> None:
         """Runs a decoding row with ``num_tokens - 1`` drafts."""
         blocks = list(range(-(-num_tokens // self._backend.facts.block_size)))
-        added = self._added(0, 1, blocks, SamplingParams())
+        added = self.make_row(0, [0], blocks, SamplingParams())
         plan = StepPlan(0, [], [added], [], [], [Decode(0, num_tokens)])
         self._backend.reset_blocks(self._rows.apply(plan))
         self._begin_states(plan)

@@ -25,7 +25,7 @@ from penstock.models.executor.step_profile import (
     StepTime,
 )
 from penstock.models.worker.runner import Runner
-from penstock.scheduler.plan import AddedRow, Chunk, Decode, SamplingParams, StepPlan
+from penstock.scheduler.plan import Chunk, Decode, SamplingParams, StepPlan
 from penstock.scheduler.worker_config import WorkerConfig
 
 PYTHON = "Python"
@@ -95,10 +95,14 @@ def _run(
     for number in range(load.rounds + 1):
         on_progress(f"round {number} of {load.rounds}" if number else "first prompts, not counted")
         added = [
-            AddedRow(row, number, [FIRST_ID + (number + row * 7 + i) % ids for i in range(prompt)], prompt, 0,
-                     list(range(row * blocks, (row + 1) * blocks)), SamplingParams(temperature=0.0))
+            runner.make_row(
+                row,
+                [FIRST_ID + (number + row * 7 + i) % ids for i in range(prompt)],
+                list(range(row * blocks, (row + 1) * blocks)),
+                SamplingParams(temperature=0.0),
+            )
             for row in rows
-        ]  # fmt: skip
+        ]
         steps = []
         for chunks in _chunks(load, load.step_tokens or backend.facts.max_num_batched_tokens):
             new = [added[chunk.row] for chunk in chunks if chunk.start == 0]
