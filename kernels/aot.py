@@ -230,7 +230,7 @@ def wanted(shapes: Iterable[ModelShape]) -> dict[str, KernelVariant]:
 
 
 def shape_for(shape: ModelShape, capability: int) -> ModelShape:
-    """The shape on GPUs of a compute capability."""
+    """Returns the shape that a model has on GPUs of a compute capability."""
     wide = has_wide_products(capability)
     others = tuple(replace(other, wide_products=wide) for other in shape.others)
     return replace(shape, others=others, wide_products=wide)

@@ -54,7 +54,7 @@ class AttentionShape:
     """With latent attention, the size of the rotated part of queries and keys, which comes before their other
     ``head_dim`` dimensions. Those of a key are also its value, so pages have only keys. 0: values are apart."""
     wide_products: bool = True
-    """Whether the GPU has ``WIDE_PRODUCTS``, which multiply what is in shared memory. Others need registers for it."""
+    """Whether the GPU has ``WIDE_PRODUCTS``, whose operands are in shared memory. On others, they take registers."""
 
     def __post_init__(self) -> None:
         """Asserts that the kernels support the shape; the caller has validated the model."""

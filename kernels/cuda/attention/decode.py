@@ -2,8 +2,8 @@
 number of programs.
 
 Each program takes a contiguous share of all units (plan.py defines units and parts), and may begin and end within a
-part. If several programs share a part, their partial results go to a workspace. The last of them merges these, or a
-kernel does (merge.py).
+part. If several programs share a part, their partial results go to a workspace. The program that ends last merges them,
+or a kernel does (merge.py).
 """
 
 import functools
@@ -48,7 +48,7 @@ class DecodeWorkspace:
     """(num_partials, block_m) fp32: log2 of the sum of 2^score over those keys."""
     counters: Tensor
     """(num_programs,) int32: the number of stored pieces of the part that begins in a program's share and continues
-    beyond it. 0 between steps. Only if the last program of a part merges."""
+    beyond it. 0 between steps. Used only if the last program of a part merges."""
     extended: "DecodeWorkspace | None"
     """The workspace of ``shape.extended``."""
 

@@ -33,7 +33,7 @@ def merge_rows(
     PIECES: tl.constexpr,
 ):
     """Merges the pieces of ROWS rows of a part's tile, from ``first_row`` on. The part begins in the share of
-    ``program``. PIECES are read at a time, around the L1 cache, which may not have what other programs stored."""
+    ``program``. PIECES are read at a time, bypassing the L1 cache, which may not have what other programs stored."""
     of_tile = first_row + tl.arange(0, ROWS)
     head = part % NUM_KV_HEADS
     row = part // NUM_KV_HEADS * BLOCK_M + of_tile

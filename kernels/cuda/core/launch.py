@@ -33,7 +33,7 @@ FP8_CAPABILITY = 89
 PDL_CAPABILITY = 90
 """The first with programmatic dependent launch."""
 WIDE_PRODUCTS = (9, 10)
-"""The major versions with wide matrix products (wgmma, tcgen05). Version 12, for desktops, does not have them."""
+"""The major versions with wide matrix products (wgmma, tcgen05). Version 12 does not have them."""
 
 TYPES = {
     torch.float64: "fp64",
@@ -142,12 +142,12 @@ def capability_of(device: torch.device) -> int:
 
 
 def active_capability() -> int:
-    """The compute capability of the GPU that kernels are launched on; 0 in the interpreter."""
+    """Returns the compute capability of the GPU that kernels are launched on; 0 in the interpreter."""
     return 0 if interpreted() else int(triton.runtime.driver.active.get_current_target().arch)
 
 
 def has_wide_products(capability: int) -> bool:
-    """Whether GPUs of a compute capability have ``WIDE_PRODUCTS``. The interpreter computes what they would."""
+    """Returns whether GPUs of a compute capability have ``WIDE_PRODUCTS``. The interpreter runs their kernels."""
     return capability == 0 or capability // 10 in WIDE_PRODUCTS
 
 

@@ -38,7 +38,7 @@ class Kind(NamedTuple):
     has_copies: bool = True
     """Whether the checkpoint repeats the embedding and the output head, and its config has the number of heads."""
     sizes: Mapping[str, int] = MappingProxyType({})
-    """Of the config's experts, which are large by default."""
+    """The sizes of the config's experts, which are large by default."""
 
 
 SMALL_EXPERTS = MappingProxyType({"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24})

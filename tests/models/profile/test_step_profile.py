@@ -88,19 +88,8 @@ def test_stages_add_up_to_the_steps(cpu_library, tiny_model, worker_config):
         assert limited == {"qkv", "attention", "output", "gate and up", "down", "head"}
 
 
-@pytest.mark.parametrize(
-    ("config_class", "changes"),
-    [
-        ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}),
-        (
-            "Gemma3TextConfig",
-            {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 9},
-        ),
-    ],
-)
-def test_rows_have_states_and_the_blocks_of_windows(
-    cpu_library, build_model, tmp_path, worker_config, config_class, changes
-):
-    config = worker_config(build_model(tmp_path, config_class, changes).path, backend="cpu", max_model_len=64)
+def test_recurrent_layers_have_states(cpu_library, build_model, tmp_path, worker_config):
+    layers = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}
+    config = worker_config(build_model(tmp_path, "Lfm2Config", layers).path, backend="cpu", max_model_len=64)
     profile = profile_model(config, ProfiledLoad(rows=3, prompt_tokens=20, output_tokens=5, rounds=1), machine=UNIT)
     assert [(step.kind, step.tokens) for step in profile.steps] == [("decode", 3), ("prefill", 60)]

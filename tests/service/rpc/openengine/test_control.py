@@ -157,6 +157,19 @@ async def test_each_service_has_its_readiness(start_engine):
         assert response.status == health_pb2.HealthCheckResponse.SERVING
 
 
+async def test_adapters_are_validated_as_in_our_own_contract(start_engine):
+    long = lora_pb2.LoraAdapter(lora_name="support", source_path="/" + "p" * 4096)
+    control = (await start_engine()).control
+    for call, name in (
+        (control.LoadLora(lora_pb2.LoadLoraRequest()), "adapter.lora_name: "),
+        (control.LoadLora(lora_pb2.LoadLoraRequest(adapter=long)), "adapter.source_path: "),
+        (control.UnloadLora(lora_pb2.UnloadLoraRequest(lora_name="n" * 257)), "lora_name: "),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call
+        assert (error.value.code().name, str(error.value.details())[: len(name)]) == ("INVALID_ARGUMENT", name)
+
+
 async def test_without_slots_there_are_no_adapters(start_engine):
     control = (await start_engine()).control
     assert not (await control.ListLoras(lora_pb2.ListLorasRequest())).adapters
