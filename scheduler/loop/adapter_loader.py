@@ -8,7 +8,7 @@ from collections.abc import Callable
 from penstock.scheduler.adapters import Adapter
 from penstock.scheduler.executor import Executor, ExecutorError
 from penstock.scheduler.loop.scheduler import Scheduler
-from penstock.scheduler.plan import AdapterLoad
+from penstock.scheduler.plan import AdapterLoad, AdapterLoaded
 from penstock.scheduler.request import EngineFinishReason
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,11 @@ class AdapterLoader:
         await self._load(adapter, self.slots.take_free(adapter))
         return adapter
 
+    async def check_files(self, adapter: Adapter) -> None:
+        """Raises AdapterError unless the adapter's files are those that were loaded. Raises ExecutorError if the worker
+        is gone."""
+        await self._answer(adapter, slot=0)
+
     def busy(self) -> tuple[list[str], list[str]]:
         """Returns the names of the adapters with running rows, and of those for which a request waits to begin."""
         running, waiting = set[str](), set[str]()
@@ -62,12 +67,16 @@ class AdapterLoader:
     async def _load(self, adapter: Adapter, slot: int) -> None:
         is_loaded = False
         try:
-            answer = await self._executor.load_adapter(AdapterLoad(slot, adapter.path, adapter.digest))
-            if answer.error:
-                raise AdapterError(answer.error)
+            answer = await self._answer(adapter, slot)
             adapter.digest, adapter.rank, is_loaded = answer.digest, answer.rank, True
         finally:
             self.slots.end_load(adapter, slot, is_loaded=is_loaded)
+
+    async def _answer(self, adapter: Adapter, slot: int) -> AdapterLoaded:
+        answer = await self._executor.load_adapter(AdapterLoad(slot, adapter.path, adapter.digest))
+        if answer.error:
+            raise AdapterError(answer.error)
+        return answer
 
     def _start(self, adapter: Adapter, slot: int) -> None:
         task = asyncio.get_running_loop().create_task(self._load_awaited(adapter, slot), name="load of an adapter")

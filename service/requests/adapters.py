@@ -68,7 +68,8 @@ class AdapterRegistry:
         return adapter, tenant_salt(self.model_name, tenant, b"" if adapter is None else adapter.digest)
 
     async def load(self, name: str, path: str) -> Adapter:
-        """Loads an adapter; running requests go on. Raises ServiceError."""
+        """Loads an adapter; running requests go on. One that is loaded already stays, but its files must be the same.
+        Raises ServiceError."""
         if self._engine is None or not len(self._engine.adapters.slots):
             raise invalid("name", "this service has no slots for adapters; start it with --max-loras")
         if name in ("", self.model_name):
@@ -82,10 +83,11 @@ class AdapterRegistry:
             raise invalid("name", "is the name of another adapter; unload that first, or choose another name")
         if known is None and len(self._adapters) + len(self._loading) >= MAX_ADAPTERS:
             raise invalid("name", f"at most {MAX_ADAPTERS:,} adapters may be loaded; unload another one first")
-        if known is not None:
-            return known
         self._loading.add(name)
         try:
+            if known is not None:
+                await self._engine.adapters.check_files(known)
+                return known
             adapter = await self._engine.adapters.load(name, path)
         except AdapterError as error:
             raise invalid("path", str(error)) from None

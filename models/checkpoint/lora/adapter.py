@@ -2,11 +2,12 @@
 linear W adds ``scale B A x`` to ``W x``: https://arxiv.org/abs/2106.09685."""
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,7 +17,7 @@ from penstock.models.architecture.hf_config import HfConfigReader
 from penstock.models.architecture.rope import row_order
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.checkpoint.files.model_files import MAX_CONFIG_BYTES, open_model_file, read_model_file
-from penstock.models.checkpoint.files.safetensors import TensorFiles
+from penstock.models.checkpoint.files.safetensors import NUMPY_DTYPES
 from penstock.models.checkpoint.files.safetensors_header import TensorEntry, read_header
 from penstock.models.checkpoint.info import FLOAT_DTYPES
 from penstock.models.errors import ModelError
@@ -27,6 +28,8 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linears of a layer that an adapter may change."""
 MAX_ALPHA = 1e6
+MAX_NUMBER = 65504.0
+"""The largest number of float16, the dtype of the slots that holds the least. Numbers of useful adapters are below 100."""
 
 _TENSOR = re.compile(
     r"base_model\.model\.(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.([0-9]{1,4})\."
@@ -59,6 +62,14 @@ class _Pair(NamedTuple):
     scale: float
 
 
+class _Version(NamedTuple):
+    """What changes when a file is written or replaced."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+
+
 class LoraMatrices(NamedTuple):
     """The matrices of one linear: ``B A x`` is added to its output."""
 
@@ -77,25 +88,35 @@ class LoraAdapter:
     """The largest of its linears."""
     digest: bytes
     """A sha256 of both files."""
+    version: _Version
+    """That of the file of weights that ``digest`` is about."""
     pairs: Mapping[AdaptedLinear, _Pair]
     spec: ModelSpec
 
     def matrices(self) -> Iterator[tuple[AdaptedLinear, LoraMatrices]]:
-        """Reads the matrices, one linear after the other. Raises ModelError if a number is not finite."""
-        files = TensorFiles([self.path / WEIGHTS])
-        for linear, pair in self.pairs.items():
-            a, b = (_floats(files, entry) for entry in (pair.a, pair.b))
-            with np.errstate(over="ignore", invalid="ignore"):
-                b = b * np.float32(pair.scale)
-            if not (np.isfinite(a).all() and np.isfinite(b).all()):
-                raise ModelError(
-                    f"{self.path / WEIGHTS}: the matrices of {_name(linear)} have a number that is not finite: "
-                    "download the adapter again"
-                )
-            for part in self.spec.factors_of(f"{_name(linear)}.weight"):
-                b[part.rows] *= np.float32(part.factor)
-            order = row_order(self.spec.at(linear.layer), _name(linear))
-            yield linear, LoraMatrices(a, b if order is None else np.ascontiguousarray(b[order]))
+        """Reads the matrices, one linear after the other. Raises ModelError for a number that a slot cannot hold, and if
+        the file has changed since ``read_adapter``, or changes meanwhile: ``digest`` would be that of other numbers."""
+        file = self.path / WEIGHTS
+        with _open_weights(file) as stream:
+            self._check_version(stream)
+            for linear, pair in self.pairs.items():
+                a, b = (_floats(stream, entry) for entry in (pair.a, pair.b))
+                with np.errstate(over="ignore", invalid="ignore"):
+                    b *= np.float32(pair.scale)
+                    for part in self.spec.factors_of(f"{_name(linear)}.weight"):
+                        b[part.rows] *= np.float32(part.factor)
+                    if not all((np.abs(matrix) <= MAX_NUMBER).all() for matrix in (a, b)):
+                        raise ModelError(
+                            f"{file}: the matrices of {_name(linear)} have a number that is not finite or, with the "
+                            f"scale, above {MAX_NUMBER:,.0f}: download the adapter again"
+                        )
+                order = row_order(self.spec.at(linear.layer), _name(linear))
+                yield linear, LoraMatrices(a, b if order is None else np.ascontiguousarray(b[order]))
+            self._check_version(stream)
+
+    def _check_version(self, stream: BinaryIO) -> None:
+        if _version(stream) != self.version:
+            raise ModelError(f"{self.path / WEIGHTS}: changed while it was read: load the adapter again")
 
 
 def adapted_linears(spec: ModelSpec) -> dict[AdaptedLinear, tuple[int, int]]:
@@ -126,10 +147,14 @@ def read_adapter(path: Path, spec: ModelSpec, max_rank: int) -> LoraAdapter:
         scale_of = _read_scale(config, max_rank)
     except ModelError as error:
         raise ModelError(f"{path / CONFIG}: {str(error).removeprefix('config.json: ')}") from error
-    entries = _read_entries(path / WEIGHTS)
-    pairs = dict(_pairs(path / WEIGHTS, entries, spec, max_rank, scale_of))
+    file = path / WEIGHTS
+    with _open_weights(file) as stream:
+        version = _version(stream)  # first, so that a later change is seen
+        pairs = dict(_pairs(file, _read_entries(file), spec, max_rank, scale_of))
+        weights = hashlib.file_digest(stream, "sha256").digest()
     rank = max(pair.a.shape[0] for pair in pairs.values())
-    return LoraAdapter(path, rank, _digest(path, content), pairs, spec)
+    digest = hashlib.sha256(hashlib.sha256(content).digest() + weights).digest()
+    return LoraAdapter(path, rank, digest, version, pairs, spec)
 
 
 def _read_config(file: Path) -> tuple[bytes, dict[str, Any]]:
@@ -180,8 +205,6 @@ def _read_scale(values: Mapping[str, Any], max_rank: int) -> _Scale:
 
 
 def _read_entries(file: Path) -> dict[str, TensorEntry]:
-    if not file.exists() and file.with_suffix(".bin").exists():
-        raise ModelError(f"{file.with_suffix('.bin')}: pickled weights are never loaded: save it as {WEIGHTS}")
     entries = read_header(file)
     if not entries:
         raise ModelError(f"{file}: has no tensors: download the adapter again")
@@ -239,20 +262,30 @@ def _name(linear: AdaptedLinear) -> str:
     return f"model.layers.{linear.layer}.{part}.{linear.module}"
 
 
-def _floats(files: TensorFiles, entry: TensorEntry) -> Floats:
-    """Returns a copy of a matrix as float32."""
-    array: NDArray[Any] = files.array(entry)
+def _open_weights(file: Path) -> BinaryIO:
+    if not file.exists() and file.with_suffix(".bin").exists():
+        raise ModelError(f"{file.with_suffix('.bin')}: pickled weights are never loaded: save it as {WEIGHTS}")
+    try:
+        return open(open_model_file(file), "rb")
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read ({error.strerror}): check the path and its rights") from error
+
+
+def _version(stream: BinaryIO) -> _Version:
+    status = os.fstat(stream.fileno())
+    return _Version(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _floats(stream: BinaryIO, entry: TensorEntry) -> Floats:
+    """Returns a matrix as float32. It is not mapped, since an adapter may be saved again while it is read, and the end of
+    a mapped file that becomes shorter ends the process."""
+    try:
+        stream.seek(entry.offset)
+        content = stream.read(entry.num_bytes)
+        array: NDArray[Any] = np.frombuffer(content, NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{entry.file}: became shorter since it was checked: load the adapter again") from error
     if entry.dtype == "BF16":
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
     with np.errstate(over="ignore"):
         return np.array(array, dtype=np.float32)
-
-
-def _digest(path: Path, config: bytes) -> bytes:
-    file = path / WEIGHTS
-    try:
-        with open(open_model_file(file), "rb") as stream:
-            weights = hashlib.file_digest(stream, "sha256").digest()
-    except OSError as error:
-        raise ModelError(f"{file}: cannot be read ({error.strerror}): check the path and its rights") from error
-    return hashlib.sha256(hashlib.sha256(config).digest() + weights).digest()

@@ -1,6 +1,7 @@
 """An adapter's files are a stranger's: whatever is wrong with them is refused by name."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -141,6 +142,45 @@ def with_nan(tensors, name):
 def test_tensors_that_are_refused(change, problem, adapter, spec):
     edit_tensors(adapter, change)
     assert problem in refused(adapter, spec)
+
+
+def test_a_number_that_float16_cannot_hold(adapter, spec):
+    """A slot in float16 would hold infinity."""
+    edit_tensors(adapter, lambda tensors: tensors[f"{QUERY}B.weight"].fill_(4e4))  # times 8 / 4
+    assert "above 65,504" in refused(adapter, spec)
+    edit(adapter, lora_alpha=4)
+    assert dict(read_adapter(adapter, spec, MAX_RANK).matrices())
+
+
+def written_again(file):
+    content = file.read_bytes()
+    file.write_bytes(content[:-4] + bytes(4))
+
+
+def replaced(file):
+    other = file.with_suffix(".new")
+    other.write_bytes(file.read_bytes())
+    other.rename(file)
+
+
+def truncated(file):
+    os.truncate(file, 1000)
+
+
+@pytest.mark.parametrize("change", [written_again, replaced, truncated])
+@pytest.mark.parametrize("num_read", [0, 1, 13])
+def test_files_that_change_while_they_are_read(change, num_read, adapter, spec):
+    """The digest, which names the cached blocks, would not be that of the numbers."""
+    read = read_adapter(adapter, spec, MAX_RANK)
+    found = read.matrices()
+    for _ in range(num_read):
+        next(found)
+    change(adapter / "adapter_model.safetensors")
+    if change is replaced and num_read:
+        assert len(list(found)) == len(read.pairs) - num_read, "the old file is still open"
+        return
+    with pytest.raises(ModelError, match=r"changed while it was read|became shorter"):
+        list(found)
 
 
 def test_a_rank_above_the_limit(model, write_adapter, tmp_path, spec):

@@ -10,6 +10,7 @@ from waiting import until
 import penstock.v1 as pb
 from penstock.clients.host.reloaded_files import NamedFile, WatchedFiles
 from penstock.scheduler.executor import ExecutorError
+from penstock.scheduler.plan import AdapterLoad
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.auth.tenant_limits import parse_tenants
 from penstock.service.errors import Reason
@@ -106,6 +107,22 @@ async def test_what_cannot_be_loaded(name, path, problem, start_with, details_of
     assert (code, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
     assert message.startswith(problem)
     assert await names(service) == {"bytes": "", "known": "bytes"}
+
+
+async def test_a_second_load_of_changed_files_is_refused(start_with, details_of):
+    """Otherwise an operator would believe that the new files are served."""
+    service = await start_with()
+    await load(service, "a")
+    service.executor.load_errors["/adapters/a"] = "/adapters/a: its files have changed since it was loaded: unload it"
+    call = service.admin.LoadAdapter(pb.LoadAdapterRequest(name="a", path="/adapters/a"))
+    code, _, message = await refusal(call, details_of)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert message.startswith("path: /adapters/a: its files have changed")
+    assert service.executor.adapter_loads[-1] == AdapterLoad(0, "/adapters/a", b"/adapters/a"), "only checked"
+    assert (await complete(service, "a")).finished.usage.output_tokens == 3
+    await service.admin.UnloadAdapter(pb.UnloadAdapterRequest(name="a"))
+    del service.executor.load_errors["/adapters/a"]
+    await load(service, "a")
 
 
 async def test_without_slots_there_are_no_adapters(start_with, details_of):
