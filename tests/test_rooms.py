@@ -3,7 +3,7 @@
 import ast
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -56,13 +56,13 @@ def imports(file: Path, modules: set[str]) -> set[str]:
 
 def nodes_that_run(node: ast.AST) -> Iterator[ast.AST]:
     """A tree's nodes without what only type checkers read."""
-    yield node
-    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-        children: Iterable[ast.AST] = node.orelse
-    else:
-        children = ast.iter_child_nodes(node)
-    for child in children:
-        yield from nodes_that_run(child)
+    nodes = [node]
+    while nodes:
+        yield (node := nodes.pop())
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            nodes += node.orelse
+        else:
+            nodes += ast.iter_child_nodes(node)
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:

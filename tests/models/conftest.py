@@ -63,6 +63,8 @@ OWN_STEPS = (
 )
 """The variants that differ in how a step reads and writes KV, or in how it uses positions. What the others change is
 computed for each token separately."""
+FEW_STEPS = ("llama", "gemma3", "gpt-oss", "deepseek-v3")
+"""Those of them that differ the most: full attention, windows, sinks with experts, and latents."""
 
 
 WITHOUT_MODEL = """
@@ -214,6 +216,15 @@ def any_model(request: pytest.FixtureRequest, tiny_model: Callable[[str], TinyMo
 )
 def typical_model(request: pytest.FixtureRequest, tiny_model: Callable[[str], TinyModel]) -> TinyModel:
     """Each of ``OWN_STEPS`` in turn, and in the soak tests every variant."""
+    return tiny_model(request.param)
+
+
+@pytest.fixture(
+    scope="session",
+    params=[name if name in FEW_STEPS else pytest.param(name, marks=pytest.mark.soak) for name in VARIANTS],
+)
+def distinct_model(request: pytest.FixtureRequest, tiny_model: Callable[[str], TinyModel]) -> TinyModel:
+    """Each of ``FEW_STEPS`` in turn, and in the soak tests every variant."""
     return tiny_model(request.param)
 
 

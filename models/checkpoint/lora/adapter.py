@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,7 +30,7 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 """The linears of a layer that an adapter may change."""
 MAX_ALPHA = 1e6
 MAX_NUMBER = 65504.0
-"""The largest number of float16, the dtype of the slots that holds the least. Numbers of useful adapters are below 100."""
+"""The largest number of float16, which slots may have. Numbers of useful adapters are below 100."""
 
 _TENSOR = re.compile(
     r"base_model\.model\.(?:model\.)?(?:language_model\.)?(?:model\.)?layers\.([0-9]{1,4})\."
@@ -89,13 +90,14 @@ class LoraAdapter:
     digest: bytes
     """A sha256 of both files."""
     version: _Version
-    """That of the file of weights that ``digest`` is about."""
+    """The version of the weights' file that ``digest`` is about."""
     pairs: Mapping[AdaptedLinear, _Pair]
     spec: ModelSpec
 
     def matrices(self) -> Iterator[tuple[AdaptedLinear, LoraMatrices]]:
-        """Reads the matrices, one linear after the other. Raises ModelError for a number that a slot cannot hold, and if
-        the file has changed since ``read_adapter``, or changes meanwhile: ``digest`` would be that of other numbers."""
+        """Reads the matrices, one linear after the other. Raises ModelError for a number that a slot cannot hold. Also
+        raises it if the file has changed since ``read_adapter`` or changes meanwhile, and ``digest`` is that of others.
+        """
         file = self.path / WEIGHTS
         with _open_weights(file) as stream:
             self._check_version(stream)
@@ -114,7 +116,7 @@ class LoraAdapter:
                 yield linear, LoraMatrices(a, b if order is None else np.ascontiguousarray(b[order]))
             self._check_version(stream)
 
-    def _check_version(self, stream: BinaryIO) -> None:
+    def _check_version(self, stream: BufferedReader) -> None:
         if _version(stream) != self.version:
             raise ModelError(f"{self.path / WEIGHTS}: changed while it was read: load the adapter again")
 
@@ -262,7 +264,7 @@ def _name(linear: AdaptedLinear) -> str:
     return f"model.layers.{linear.layer}.{part}.{linear.module}"
 
 
-def _open_weights(file: Path) -> BinaryIO:
+def _open_weights(file: Path) -> BufferedReader:
     if not file.exists() and file.with_suffix(".bin").exists():
         raise ModelError(f"{file.with_suffix('.bin')}: pickled weights are never loaded: save it as {WEIGHTS}")
     try:
@@ -271,14 +273,14 @@ def _open_weights(file: Path) -> BinaryIO:
         raise ModelError(f"{file}: cannot be read ({error.strerror}): check the path and its rights") from error
 
 
-def _version(stream: BinaryIO) -> _Version:
+def _version(stream: BufferedReader) -> _Version:
     status = os.fstat(stream.fileno())
     return _Version(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def _floats(stream: BinaryIO, entry: TensorEntry) -> Floats:
-    """Returns a matrix as float32. It is not mapped, since an adapter may be saved again while it is read, and the end of
-    a mapped file that becomes shorter ends the process."""
+def _floats(stream: BufferedReader, entry: TensorEntry) -> Floats:
+    """Returns a matrix as float32. The file is not mapped, since an adapter may be saved again while it is read: if a
+    mapped file becomes shorter, reading its end kills the process."""
     try:
         stream.seek(entry.offset)
         content = stream.read(entry.num_bytes)

@@ -140,12 +140,7 @@ def check_resources(models: tuple[str, ...], printed: str) -> None:
         assert spilled <= (MAX_SPILLED_BYTES_FP8 if is_fp8_decoding else MAX_SPILLED_BYTES), name
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("models", [SOME, pytest.param(tuple(SHAPES), marks=pytest.mark.soak)], ids=["some", "all"])
-def test_every_variant_compiles_for_hopper(models: tuple[str, ...], folder: Path) -> None:
-    check_resources(models, run(folder, "-m", "penstock.kernels.aot", *models))
-
-
+@pytest.mark.soak
 def test_recurrent_layers_compile_for_hopper_and_spill_nothing(folder: Path) -> None:
     printed = run(folder, "-c", RECURRENT)
     print(printed)
@@ -183,16 +178,8 @@ def test_every_variant_compiles_for_other_gpus(capability: int, quantization: st
     assert bool(lines) != has_none
 
 
-@pytest.fixture(scope="module", params=[SOME, pytest.param(tuple(SHAPES), marks=pytest.mark.soak)], ids=["some", "all"])
-def products(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Any]]:
-    """What the products of models are made of."""
-    return [json.loads(line) for line in run(folder, "-c", PRODUCTS, *request.param).splitlines()]
-
-
-@pytest.mark.timeout(3600)
-def test_attention_reads_blocks_while_others_are_computed_and_computes_all_alike(
-    products: list[dict[str, Any]],
-) -> None:
+def check_attention(products: list[dict[str, Any]]) -> None:
+    """It reads blocks while others are computed, and computes all alike."""
     attention = [each for each in products if each["name"].startswith(("decode_kernel", "prefill_kernel"))]
     assert len(attention) > len(SOME)
     for each in attention:
@@ -202,8 +189,7 @@ def test_attention_reads_blocks_while_others_are_computed_and_computes_all_alike
         assert min(each["waits"]) >= 2, each["name"]  # keys and values of at least one more block are under way
 
 
-@pytest.mark.timeout(3600)
-def test_products_stay_within_their_budgets(products: list[dict[str, Any]]) -> None:
+def check_budgets(products: list[dict[str, Any]]) -> None:
     """Reads are of 16 bytes, tensor cores use wide instructions from 64 rows on, and loops access no local memory."""
     for each in products:
         name = each["name"]
@@ -220,6 +206,16 @@ def test_products_stay_within_their_budgets(products: list[dict[str, Any]]) -> N
         # Each spilled number is stored and loaded once.
         is_fp8_decoding = is_fp8 and name.startswith("decode_kernel")
         assert each["local"] <= (MAX_SPILLED_BYTES_FP8 if is_fp8_decoding else MAX_SPILLED_BYTES) / 4 * 2, each
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("models", [SOME, pytest.param(tuple(SHAPES), marks=pytest.mark.soak)], ids=["some", "all"])
+def test_every_variant_compiles_for_hopper(models: tuple[str, ...], folder: Path) -> None:
+    """One test, since another process would compile all of them again."""
+    check_resources(models, run(folder, "-m", "penstock.kernels.aot", *models))
+    products = [json.loads(line) for line in run(folder, "-c", PRODUCTS, *models).splitlines()]
+    check_attention(products)
+    check_budgets(products)
 
 
 def test_no_number_is_specialised(folder: Path) -> None:

@@ -184,7 +184,7 @@ def test_extension_beside_decoding_and_prefill(window):
     check(step, max_queries=5, multiprocessors=4)
 
 
-@pytest.mark.parametrize("head_dim", [96, 256, 512])
+@pytest.mark.parametrize("head_dim", [96, 256, pytest.param(512, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_extension_of_head_sizes(head_dim, fp8):
     kv_dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16

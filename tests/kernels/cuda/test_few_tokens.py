@@ -90,8 +90,15 @@ def product(x, weight, bias):
     return torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
-@pytest.mark.parametrize("is_biased", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "is_biased"),
+    [
+        (torch.float16, False),
+        (torch.bfloat16, True),
+        pytest.param(torch.float16, True, marks=pytest.mark.soak),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.soak),
+    ],
+)
 @pytest.mark.parametrize(
     ("tokens", "rows", "columns"),
     [(2, 6, 64), (16, 64, 128), (17, 200, 1040), (33, 70, 4096), (64, 130, 1152), (5, 8448 * 2, 16)],

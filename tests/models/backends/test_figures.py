@@ -113,10 +113,10 @@ async def test_reliability_figure_9_same_greedy_tokens_alone_batched_preempted_c
 
 
 async def test_sampled_output_with_a_seed_is_the_same_alone_batched_and_preempted(
-    typical_model, in_process, tight, start_engine, prompts
+    distinct_model, in_process, tight, start_engine, prompts
 ):
     """In fp64, where the order of a sum cannot move a draw. Every row of a batch has its own seed."""
-    path = typical_model.path
+    path = distinct_model.path
     uncached = await start_engine(in_process(path, dtype="float64"), enable_prefix_caching=False)
     alone = [(await outputs(uncached, [prompt], SAMPLED))[0] for prompt in prompts]
     assert await outputs(uncached, prompts, SAMPLED) == alone

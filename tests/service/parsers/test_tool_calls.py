@@ -331,7 +331,7 @@ def test_no_text_is_lost(tool_format, text):
 
 @every_format
 def test_long_answers_take_time_in_proportion(tool_format):
-    """A hundred thousand letters, one at a time, of each kind: what is held back must not be read again and again."""
-    for text in ("word " * 5000, '{"name": "' * 3000, "<tool_call>" * 2000, ONE.get(tool_format or "", "") * 100):
+    """Fifty thousand letters, one at a time, of each kind: what is held back must not be read again and again."""
+    for text in ("word " * 2500, '{"name": "' * 1500, "<tool_call>" * 1000, ONE.get(tool_format or "", "") * 50):
         content, _, calls, _ = take_apart(text, tool_format)
         assert content or calls or not text
