@@ -11,12 +11,13 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.models.backends.base import load_backend
+from penstock.models.backends.base import Backend, load_backend
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.worker.runner import Runner
 from penstock.scheduler.plan import NO_SLOT, AddedRow, Chunk, Decode, SamplingParams, StepPlan
@@ -102,6 +103,14 @@ def mebibytes(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
+def commit_pages(backend: Backend) -> None:
+    """Has the system commit the memory of the KV. Otherwise all of it would be the same page of zeros, in a cache."""
+    backend.prefault()
+    for thread in threading.enumerate():
+        if thread.name == "pages":
+            thread.join()
+
+
 def measure(name: str, arguments: argparse.Namespace, contexts: Sequence[int]) -> Figures:
     """Measures a model with rows whose context is that long."""
     with tempfile.TemporaryDirectory() as folder:
@@ -119,6 +128,7 @@ def measure(name: str, arguments: argparse.Namespace, contexts: Sequence[int]) -
     token_bytes = facts.kv_bytes // facts.num_blocks / BLOCK_SIZE
     runner = Runner(backend)
     runner.warm()
+    commit_pages(backend)
     backend.states.begin(1, NO_SLOT)
     blocks = list(range(num_blocks))
     times: dict[int, list[int]] = {context: [] for context in contexts}
@@ -131,7 +141,7 @@ def measure(name: str, arguments: argparse.Namespace, contexts: Sequence[int]) -
             runner.run(StepPlan(0, [], [row], [], [Chunk(0, context, context + 1)], []))
             for _ in range(8):
                 step_us = runner.run(StepPlan(0, [], [], [], [], [Decode(0, 1)])).computed_us
-                if number:  # the first round touches memory for the first time
+                if number:  # the first round warms up
                     times[context].append(step_us)
             runner.run(StepPlan(0, [0], [], [], [], []))
     kv = [round(token_bytes * context) for context in contexts]
