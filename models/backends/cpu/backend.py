@@ -6,9 +6,9 @@ from penstock.kernels.cpu.bindings import LANES, LibraryMissing, address
 from penstock.kernels.cpu.program import Memory, Step, typed_library
 from penstock.models.backends.base import Backend, SynchronousBackend
 from penstock.models.backends.cpu.adapters import CpuAdapters
-from penstock.models.backends.cpu.loading import DTYPES, SMALL_STEP, ModelLoading
+from penstock.models.backends.cpu.loading import DTYPES, ModelLoading
 from penstock.models.backends.cpu.memory import FirstPages
-from penstock.models.backends.cpu.model import CpuModel
+from penstock.models.backends.cpu.model import CpuModel, seen_pairs
 from penstock.models.backends.cpu.outputs import BatchOutputs, Features, batch_fields
 from penstock.models.backends.cpu.recurrent import CpuStates, StepStates
 from penstock.models.backends.cpu.sampling import SamplingRows
@@ -43,7 +43,6 @@ class CpuBackend(SynchronousBackend):
         self._program = model.program(pages, states=states)
         self.states = None if states is None else CpuStates(states, facts.state_bytes, self._program)
         self._num_logits = model.model.num_logits
-        self._small_step = SMALL_STEP // model.num_parameters
         self._sampling = SamplingRows()
 
     def reset_blocks(self, block_ids: list[int]) -> None:
@@ -73,7 +72,7 @@ class CpuBackend(SynchronousBackend):
         slots = batch.adapters if self._adapters is not None else None  # a draft model's rows may have some
         if slots is not None:
             step.adapters = address(slots)
-        num_threads = 1 if len(batch.token_ids) <= self._small_step else self.facts.num_threads
+        num_threads = self.model.num_threads(len(batch.token_ids), seen_pairs(batch.starts, batch.ends))
         with self._first_pages.paused():
             if batch.masks is None:
                 self._program.run(step, num_threads)

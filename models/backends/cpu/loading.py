@@ -53,10 +53,6 @@ TILE_TOKENS = 32
 LEAST_READ_BYTES = 64 << 20
 """The least memory that is read to measure a stage's speed."""
 
-SMALL_STEP = 1 << 26
-"""The limit in parameters times tokens. In a smaller step a second thread gains less than it costs the service's loop,
-with which it shares the cores: a guess, not measured."""
-
 
 class ModelLoading:
     """One process's share of loading a model: first the weights of its part, then the pages for the blocks that every

@@ -43,11 +43,15 @@ from penstock.models.backends.cpu.weights import (
 )
 from penstock.models.backends.kv_groups import KvGroups, one_group
 from penstock.models.backends.pipeline_parallel import ModelPart
+from penstock.models.batch.rows import Ids
 from penstock.models.checkpoint.draft_head import FC, HeadSpec
 from penstock.models.checkpoint.mtp import EMBEDDING_NORM, MtpSpec
 from penstock.models.checkpoint.quantization.reader import QuantizationError
 from penstock.models.errors import ModelError
 
+SMALL_STEP = 1 << 26
+"""The limit in products. In a smaller step a second thread gains less than it costs the service's loop, with which it
+shares the cores: a guess, not measured."""
 ACTIVATIONS = {kind: GemmActivation[kind.name] for kind in decoder.Activation}
 QK_NORMS = {
     decoder.QkNorm.NONE: QkNormKind.NONE,
@@ -69,6 +73,8 @@ class CpuModel:
     error: QuantizationError
     num_parameters: int
     """The parameters of the whole model, whatever part of it this is."""
+    pair_products: int
+    """The products that attention computes for a query's token and one that it sees, in all layers of the part."""
     parts: tuple[object, ...]
 
     def program(self, pages: Memory, part: DecoderModel | None = None, states: Memory | None = None) -> Program:
@@ -78,6 +84,17 @@ class CpuModel:
         model.pages, model.states = pages.address, states and states.address
         self.library.loaded()
         return self.library.program(model)
+
+    def num_threads(self, num_tokens: int, num_pairs: int = 0) -> int:
+        """Returns how many threads compute a step: one if it is small. ``num_pairs`` comes from ``seen_pairs``."""
+        products = num_tokens * self.num_parameters + num_pairs * self.pair_products
+        return 1 if products <= SMALL_STEP else self.library.num_threads
+
+
+def seen_pairs(starts: Ids, ends: Ids) -> int:
+    """Returns how many pairs of a token and one that it sees there are at most, for rows that compute their tokens from
+    ``starts`` to ``ends``, both (R,)."""
+    return int(np.dot(ends - starts, ends))
 
 
 def load_model(
@@ -128,9 +145,9 @@ def load_model(
             layers[0].hidden_norm = hidden_norm
     tensors.done()
     used = packer.address - memory.address
-    return CpuModel(
-        model, library, memory, used, packer.error, spec.num_parameters, (layers, rope_array, kept, packer.kept)
-    )
+    pair_products = sum(2 * spec.at(index).query_size for index in part.layers if spec.attends(index))
+    parts = (layers, rope_array, kept, packer.kept)
+    return CpuModel(model, library, memory, used, packer.error, spec.num_parameters, pair_products, parts)
 
 
 def _add_ends(packer: Packer, spec: ModelSpec, formats: StorageFormats, model: DecoderModel) -> None:

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from penstock.kernels.cpu.bindings import address
 from penstock.kernels.cpu.program import DecoderModel, Memory, PackedLinear, Program, Step
-from penstock.models.backends.cpu.loading import SMALL_STEP, ModelLoading
+from penstock.models.backends.cpu.loading import ModelLoading
 from penstock.models.backends.cpu.memory import FirstPages
-from penstock.models.backends.cpu.model import CpuModel
+from penstock.models.backends.cpu.model import CpuModel, seen_pairs
 from penstock.models.backends.cpu.outputs import BatchOutputs, batch_fields
 from penstock.models.backends.cpu.sampling import SamplingRows
 from penstock.models.backends.pipeline_parallel import ModelPart, PartWork, StageSpeed
@@ -32,7 +32,6 @@ class CpuFirstPart:
         self._layers = _program(model, pages, head=PackedLinear())
         self._head = _program(model, pages, num_layers=0)
         self._num_logits = model.model.num_logits
-        self._small_step = SMALL_STEP // model.num_parameters
         self._model = model  # the programs point into it
 
     def prefault(self) -> None:
@@ -54,14 +53,11 @@ class CpuFirstPart:
             num_sampled=num_tokens, sampled=address(everything), hidden_out=address(hidden),
         )  # fmt: skip
         with self._first_pages.paused():
-            self._layers.run(step, self._num_threads(num_tokens))
+            self._layers.run(step, self._model.num_threads(num_tokens, seen_pairs(batch.starts, batch.ends)))
         return hidden
 
     def run_head(self, step: Step, num_tokens: int) -> None:
-        self._head.run(step, self._num_threads(num_tokens))
-
-    def _num_threads(self, num_tokens: int) -> int:
-        return 1 if num_tokens <= self._small_step else self.facts.num_threads
+        self._head.run(step, self._model.num_threads(num_tokens))
 
 
 class _CpuHead:
@@ -91,7 +87,6 @@ class CpuLayerPart:
         self.token_bytes = 4 * facts.hidden_size
         self._first_pages = FirstPages(pages, model.model.page_bytes)
         self._program = model.program(pages)
-        self._small_step = SMALL_STEP // model.num_parameters
         self._model = model
 
     def prefault(self) -> None:
@@ -107,7 +102,7 @@ class CpuLayerPart:
             num_sampled=len(computed), sampled=address(computed), hidden=address(hidden), hidden_out=address(out),
         )  # fmt: skip
         with self._first_pages.paused():
-            self._program.run(step, 1 if num_tokens <= self._small_step else self.facts.num_threads)
+            self._program.run(step, self._model.num_threads(num_tokens, seen_pairs(rows.starts, rows.ends)))
         return out
 
 

@@ -11,8 +11,8 @@ from penstock.kernels.cpu.bindings import LANES, SampledToken, SamplingRow, addr
 from penstock.kernels.cpu.program import Library, Memory, Step
 from penstock.models.backends.base import Backend
 from penstock.models.backends.cpu.backend import CpuBackend
-from penstock.models.backends.cpu.loading import DTYPES, SMALL_STEP
-from penstock.models.backends.cpu.model import CpuModel, load_model
+from penstock.models.backends.cpu.loading import DTYPES
+from penstock.models.backends.cpu.model import CpuModel, load_model, seen_pairs
 from penstock.models.backends.cpu.sizes import StorageFormats, block_bytes, max_weight_bytes
 from penstock.models.backends.cpu.weights import FileTensors
 from penstock.models.backends.memory import allocated, check_weights_fit
@@ -28,17 +28,14 @@ SamplingLines = np.dtype(SamplingRow)
 class CpuHead:
     """A ``DraftHead`` of the CPU library."""
 
-    def __init__(
-        self, head: HeadCheckpoint, model: CpuModel, target: CpuModel, pages: Memory, num_threads: int
-    ) -> None:
-        self._kept = (model, target, pages)
+    def __init__(self, head: HeadCheckpoint, model: CpuModel, target: CpuModel, pages: Memory) -> None:
+        self._model = model
+        self._kept = (target, pages)
         self._program = model.program(pages)
         self._target_ids = head.target_ids[: model.model.num_logits]
         # Noise is read 16 entries at a time.
         self._noise_ids = np.pad(self._target_ids, (0, -len(self._target_ids) % LANES)).astype(np.int32)
         self._hidden_size = head.spec.hidden_size
-        self._num_threads = num_threads
-        self._small_step = SMALL_STEP // head.spec.num_parameters
 
     def reset_blocks(self, block_ids: Sequence[int]) -> None:
         """Does nothing: the kernel that first writes a page zeroes its masked slots."""
@@ -69,7 +66,8 @@ class CpuHead:
             hidden=None if given is None else address(given),
             hidden_out=address(hidden),
         )
-        self._program.run(step_of_head, 1 if len(step.token_ids) <= self._small_step else self._num_threads)
+        num_threads = self._model.num_threads(len(step.token_ids), seen_pairs(step.starts, step.ends))
+        self._program.run(step_of_head, num_threads)
         chosen = self._target_ids[[token.token_id for token in tokens]]
         drafts = [
             HeadDraft(token_id, math.exp(token.logprob), token.noise)
@@ -109,4 +107,4 @@ def load_head(config: WorkerConfig, head: HeadCheckpoint, backend: Backend) -> C
         setattr(model.model, name, getattr(target.model, name))
     with allocated(facts.num_blocks, "cpu"):
         pages = library.shared_memory(facts.num_blocks * block_bytes(spec, plain, facts.block_size))
-    return CpuHead(head, model, target, pages, config.num_threads)
+    return CpuHead(head, model, target, pages)

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.kernels.cpu.bindings import LibraryMissing, load_library
 from penstock.models.backends.base import load_backend
-from penstock.models.backends.cpu import backend as cpu_backend, loading as cpu_loading
+from penstock.models.backends.cpu import loading as cpu_loading, model as cpu_model
 from penstock.models.errors import ModelError
 from penstock.models.executor import spawn
 from penstock.models.executor.process import WorkerProcess
@@ -50,7 +50,7 @@ def odd(tmp_path_factory, build_model):
 @pytest.fixture
 def on_cpu(in_process, monkeypatch):
     """An executor in this process, that uses all its threads in the smallest of steps."""
-    monkeypatch.setattr(cpu_backend, "SMALL_STEP", 0)
+    monkeypatch.setattr(cpu_model, "SMALL_STEP", 0)
     return partial(in_process, backend="cpu")
 
 
@@ -283,3 +283,13 @@ def test_a_prompt_id_without_a_logit_never_gets_another_tokens_logprob(odd, work
     runner = Runner(load_backend(worker_config(odd.path, backend="cpu", tokenizer_vocab_size=40)))
     with pytest.raises(AssertionError, match="tokenizer's vocabulary"):
         run_prompt(runner, [1, 40], SamplingParams(prompt_logprobs=0))
+
+
+def test_a_long_context_makes_the_step_of_a_small_model_large(tiny_model, worker_config):
+    """One token costs little, and attention to all tokens before it much."""
+    backend: Any = load_backend(worker_config(tiny_model("llama").path, backend="cpu", num_threads=2))
+    num_threads = backend.model.num_threads
+    assert num_threads(1) == 1
+    assert num_threads(1, cpu_model.seen_pairs(np.array([100]), np.array([101]))) == 1
+    assert num_threads(1, cpu_model.seen_pairs(np.array([1_000_000]), np.array([1_000_001]))) == 2
+    assert num_threads(1_000_000) == 2

@@ -9,7 +9,7 @@ import pytest
 from engines import Eager
 
 from penstock.models.backends.base import load_backend
-from penstock.models.backends.cpu import backend as cpu_backend
+from penstock.models.backends.cpu import model as cpu_model
 from penstock.models.backends.cpu.backend import CpuBackend
 from penstock.models.batch.batch import build_batch
 from penstock.models.batch.grammar_matcher import Words
@@ -69,7 +69,7 @@ def long_model(tmp_path_factory, build_model):
 @pytest.fixture
 def make_runner(worker_config, monkeypatch):
     """A runner that uses all its threads in the smallest of steps."""
-    monkeypatch.setattr(cpu_backend, "SMALL_STEP", 0)
+    monkeypatch.setattr(cpu_model, "SMALL_STEP", 0)
 
     def make(model, drafter=None, **config):
         backend = load_backend(worker_config(model.path, NUM_BLOCKS, backend="cpu", **config))

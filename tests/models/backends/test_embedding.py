@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from penstock.models.backends.base import load_backend
-from penstock.models.backends.cpu import backend as cpu_backend
+from penstock.models.backends.cpu import model as cpu_model
 from penstock.models.batch.pooled_row import PooledRow
 from penstock.models.checkpoint.checkpoint import resolve_model
 from penstock.models.checkpoint.pooling_config import PoolingConfig, read_embedding
@@ -53,7 +53,7 @@ def check(vectors, wanted):
 @pytest.fixture
 def make(in_process, monkeypatch):
     """An executor in this process, that uses all its threads in the smallest of steps."""
-    monkeypatch.setattr(cpu_backend, "SMALL_STEP", 0)
+    monkeypatch.setattr(cpu_model, "SMALL_STEP", 0)
     return in_process
 
 

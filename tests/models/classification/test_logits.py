@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.models.backends.cpu import backend as cpu_backend
+from penstock.models.backends.cpu import model as cpu_model
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.classification_head import ClassificationHead, head_of_tokens, read_head
 from penstock.scheduler.plan import Pooling
@@ -73,7 +73,7 @@ async def test_logits_equal_transformers(
     name: str, backend: str, classifier: Any, in_process: Any, start_engine: Any, texts: Any, monkeypatch: Any
 ) -> None:
     """At every size of a batch, in chunks, and with the prefix cache, which changes no bit on the CPU."""
-    monkeypatch.setattr(cpu_backend, "SMALL_STEP", 0)
+    monkeypatch.setattr(cpu_model, "SMALL_STEP", 0)
     model = classifier(name)
     head, oracle = head_of(model.path), wanted(model.module, texts)
     executor = in_process(model.path, num_blocks=160, backend=backend, num_threads=2, max_model_len=128)

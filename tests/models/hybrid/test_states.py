@@ -4,7 +4,7 @@ tokens itself."""
 import numpy as np
 import pytest
 
-from penstock.models.backends.cpu import backend as cpu_backend
+from penstock.models.backends.cpu import model as cpu_model
 from penstock.scheduler.plan import NO_SLOT, AddedRow, Chunk, Decode, SamplingParams, StateSnapshot
 
 ON_ALL = pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_plan_that_contradicts_the_states_is_refused(hybrid, rows, lists, says
 def test_bits_on_a_cpu_do_not_depend_on_chunks_and_batches(
     typical_hybrid, cpu_library, rows, prompt, dtype, num_threads, monkeypatch
 ):
-    monkeypatch.setattr(cpu_backend, "SMALL_STEP", 0)  # all threads, in the smallest of steps
+    monkeypatch.setattr(cpu_model, "SMALL_STEP", 0)  # all threads, in the smallest of steps
 
     def logprobs(*ends, threads=1, beside=False):
         play = rows(typical_hybrid.path, backend="cpu", dtype=dtype, num_threads=threads)
