@@ -1,4 +1,5 @@
-"""Loads LoRA adapters beside the steps: a thread reads and checks their files, and writes them into unused slots."""
+"""Loads LoRA adapters beside the steps: a thread reads and checks their files, and writes them into unused slots. If
+steps use all cores, it does this between them."""
 
 import logging
 import threading
@@ -13,6 +14,7 @@ from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.checkpoint.lora.adapter import read_adapter
 from penstock.models.errors import ModelError
 from penstock.models.executor.priority import lower_priority
+from penstock.models.worker.turns import Turns
 from penstock.scheduler.plan import AdapterLoad, AdapterLoaded
 from penstock.scheduler.worker_config import WorkerConfig
 
@@ -28,6 +30,8 @@ class AdapterThread:
         self._config = config
         self._backend = backend
         self._send = send
+        self.turns = Turns()
+        """For the thread that computes steps, unless they are computed elsewhere."""
         self._loads: SimpleQueue[AdapterLoad] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -49,10 +53,12 @@ class AdapterThread:
 
     def _answer(self, load: AdapterLoad) -> AdapterLoaded:
         try:
-            return load_adapter(self._backend, self._spec, self._config.max_lora_rank, load)
+            return load_adapter(self._backend, self._spec, self._config.max_lora_rank, load, self.turns.wait)
         except Exception as error:  # without an answer, this load and all later ones would wait forever
             logger.exception("%s: the adapter was not loaded", load.path)
             return AdapterLoaded(error=f"{load.path}: {error}"[:500])
+        finally:
+            self.turns.end()
 
     @cached_property
     def _spec(self) -> ModelSpec:
@@ -60,10 +66,13 @@ class AdapterThread:
         return check_checkpoint(Path(self._config.model), weights=False).spec
 
 
-def load_adapter(backend: Backend, spec: ModelSpec, max_rank: int, load: AdapterLoad) -> AdapterLoaded:
-    """Checks an adapter's files, and writes it into its slot unless that is 0."""
+def load_adapter(
+    backend: Backend, spec: ModelSpec, max_rank: int, load: AdapterLoad, wait_turn: Callable[[], None] = lambda: None
+) -> AdapterLoaded:
+    """Checks an adapter's files, and writes it into its slot unless that is 0. Calls ``wait_turn`` before each piece of
+    work."""
     try:
-        adapter = read_adapter(Path(load.path), spec, max_rank)
+        adapter = read_adapter(Path(load.path), spec, max_rank, wait_turn)
         if load.digest and adapter.digest != load.digest:
             raise ModelError(f"{load.path}: its files have changed since it was loaded: unload it, then load it again")
         if load.slot:

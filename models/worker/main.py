@@ -138,8 +138,11 @@ def _run_plans(
     while (plan := plans.get()) is not None:
         if isinstance(plan, Exception):
             raise plan
-        answers.expect(runner.start_step, plan)
-        if not runner.runs_ahead:
+        if runner.runs_ahead:
+            answers.expect(runner.start_step, plan)
+            continue
+        with adapters.turns.step():
+            answers.expect(runner.start_step, plan)
             answers.send_next()
 
 

@@ -112,24 +112,27 @@ async def _measure_loads(config: WorkerConfig, paths: list[Path], num_rows: int,
     executor = WorkerProcess(config)
     await executor.start()
     results = executor.results()
-    added = [
-        AddedRow(row, 0, [1] * 8, 8, 0, list(range(row * 64, (row + 1) * 64)), SamplingParams(temperature=0.0))
-        for row in range(num_rows)
-    ]
-    executor.submit(StepPlan(0, [], added, [], [Chunk(row, 0, 8) for row in range(num_rows)], []))
-    await anext(results)
-    step = itertools.count(1)
-    executor.submit(_decode(next(step), num_rows))
+    numbers = itertools.count()
+    rows = range(num_rows)
 
     async def stream(count: int) -> list[float]:
-        """Returns the times between tokens."""
+        """Returns the times between tokens of new rows."""
+        number = next(numbers)
+        added = [
+            AddedRow(row, number, [1] * 8, 8, 0, list(range(row * 64, (row + 1) * 64)), SamplingParams(temperature=0.0))
+            for row in rows
+        ]
+        executor.submit(StepPlan(0, [*rows] if number else [], added, [], [Chunk(row, 0, 8) for row in rows], []))
+        await anext(results)
+        executor.submit(_decode(num_rows))
         times, last = [], time.monotonic()
         for _ in range(count):
-            executor.submit(_decode(next(step), num_rows))
+            executor.submit(_decode(num_rows))
             await anext(results)
             now = time.monotonic()
             times.append(now - last)
             last = now
+        await anext(results)
         return times
 
     async def load_forever() -> int:
@@ -152,8 +155,8 @@ async def _measure_loads(config: WorkerConfig, paths: list[Path], num_rows: int,
     )
 
 
-def _decode(step: int, num_rows: int) -> StepPlan:
-    return StepPlan(step, [], [], [], [], [Decode(row, 1) for row in range(num_rows)])
+def _decode(num_rows: int) -> StepPlan:
+    return StepPlan(0, [], [], [], [], [Decode(row, 1) for row in range(num_rows)])
 
 
 if __name__ == "__main__":

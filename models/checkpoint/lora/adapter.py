@@ -4,7 +4,7 @@ linear W adds ``scale B A x`` to ``W x``: https://arxiv.org/abs/2106.09685."""
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -44,6 +44,7 @@ _ABSENT = (
 every field whose name ends in _config, except runtime_config: each describes a variant of LoRA."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 """Initialisations that also change the base model's weights, which such an adapter needs."""
+PIECE_BYTES = 1 << 20
 _MAX_SHOWN = 80
 
 
@@ -93,6 +94,8 @@ class LoraAdapter:
     """The version of the weights' file that ``digest`` is about."""
     pairs: Mapping[AdaptedLinear, _Pair]
     spec: ModelSpec
+    wait_turn: Callable[[], None]
+    """Called before each piece of work."""
 
     def matrices(self) -> Iterator[tuple[AdaptedLinear, LoraMatrices]]:
         """Reads the matrices, one linear after the other. Raises ModelError for a number that a slot cannot hold. Also
@@ -102,6 +105,7 @@ class LoraAdapter:
         with _open_weights(file) as stream:
             self._check_version(stream)
             for linear, pair in self.pairs.items():
+                self.wait_turn()
                 a, b = (_floats(stream, entry) for entry in (pair.a, pair.b))
                 with np.errstate(over="ignore", invalid="ignore"):
                     b *= np.float32(pair.scale)
@@ -140,8 +144,11 @@ def _unusual_queries(spec: ModelSpec) -> str | None:
     return "latent attention" if spec.latent is not None else "gated attention" if spec.gated_attention else None
 
 
-def read_adapter(path: Path, spec: ModelSpec, max_rank: int) -> LoraAdapter:
-    """Checks the directory of an adapter for a model. Raises ModelError."""
+def read_adapter(
+    path: Path, spec: ModelSpec, max_rank: int, wait_turn: Callable[[], None] = lambda: None
+) -> LoraAdapter:
+    """Checks the directory of an adapter for a model. Calls ``wait_turn`` before each piece of work, of about a
+    millisecond. Raises ModelError."""
     if not path.is_dir():
         raise ModelError(f"{path}: no such directory: give the directory of an adapter, with {CONFIG} and {WEIGHTS}")
     content, config = _read_config(path / CONFIG)
@@ -153,10 +160,13 @@ def read_adapter(path: Path, spec: ModelSpec, max_rank: int) -> LoraAdapter:
     with _open_weights(file) as stream:
         version = _version(stream)  # first, so that a later change is seen
         pairs = dict(_pairs(file, _read_entries(file), spec, max_rank, scale_of))
-        weights = hashlib.file_digest(stream, "sha256").digest()
+        weights = hashlib.sha256()
+        while piece := stream.read(PIECE_BYTES):
+            wait_turn()
+            weights.update(piece)
     rank = max(pair.a.shape[0] for pair in pairs.values())
-    digest = hashlib.sha256(hashlib.sha256(content).digest() + weights).digest()
-    return LoraAdapter(path, rank, digest, version, pairs, spec)
+    digest = hashlib.sha256(hashlib.sha256(content).digest() + weights.digest()).digest()
+    return LoraAdapter(path, rank, digest, version, pairs, spec, wait_turn)
 
 
 def _read_config(file: Path) -> tuple[bytes, dict[str, Any]]:
