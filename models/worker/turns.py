@@ -30,17 +30,20 @@ class Turns:
         self._computed_s = 0.0
         """How long steps were computed since the last turn."""
         self._idle_since: float | None = -QUIET_S
-        """None while a step is computed."""
+        """None while a step is computed, or waits for the end of a turn."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Computes a step, after a turn if one is due."""
         with self._changed:
+            self._idle_since = None
             if self.is_wanted and self._computed_s >= SHARE * TURN_S:
-                self._ends_at, self._computed_s = self._clock() + TURN_S, 0.0
+                began = self._clock()
+                self._ends_at = began + TURN_S
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._ends_at is None, LONGEST_S)
-            self._idle_since = None
+                # If the last piece took longer than the turn, the next turn comes later.
+                self._computed_s = SHARE * (TURN_S - (self._clock() - began))
         began = self._clock()
         try:
             yield

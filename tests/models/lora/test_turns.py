@@ -7,7 +7,7 @@ import pytest
 from penstock.models.worker import turns as worker_turns
 from penstock.models.worker.turns import QUIET_S, SHARE, TURN_S, Turns
 
-STEP_S, PIECE_S = 0.01, TURN_S / 4
+STEP_S = 0.01
 
 
 class Clock:
@@ -58,7 +58,8 @@ def test_the_work_waits_until_a_step_has_ended_and_no_other_follows(turns, clock
     assert has_worked.is_set()
 
 
-def test_while_steps_follow_each_other_turns_are_a_small_share(turns, clock):
+@pytest.mark.parametrize("piece_s", [TURN_S / 4, 5 * TURN_S])
+def test_while_steps_follow_each_other_turns_are_a_small_share(turns, clock, piece_s):
     is_over = threading.Event()
     num_pieces = 0
 
@@ -69,7 +70,7 @@ def test_while_steps_follow_each_other_turns_are_a_small_share(turns, clock):
             if is_over.is_set():
                 return
             num_pieces += 1
-            clock.now += PIECE_S
+            clock.now += piece_s
 
     with turns.step():
         thread = begin(work)
@@ -79,7 +80,7 @@ def test_while_steps_follow_each_other_turns_are_a_small_share(turns, clock):
     for _ in range(num_steps):
         with turns.step():
             clock.now += STEP_S
-    share = num_pieces * PIECE_S / (num_steps * STEP_S)
+    share = num_pieces * piece_s / (num_steps * STEP_S)
     assert 0.8 / SHARE < share < 1.2 / SHARE
     is_over.set()
     clock.now += 2 * QUIET_S
