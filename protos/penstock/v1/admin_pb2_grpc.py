@@ -196,8 +196,9 @@ class AdminServiceServicer(object):
 
     def LoadAdapter(self, request, context):
         """Loads a LoRA adapter from a directory of the service's host, in peft's layout; then requests may name it in `model`.
-        Running requests go on meanwhile. INVALID_ARGUMENT if its files are damaged, do not fit the model or have another
-        adapter's name. Loading the same adapter twice changes nothing.
+        Running requests go on meanwhile. INVALID_ARGUMENT if its files are damaged or do not fit the model, or if another
+        adapter has its name. Loading the same adapter twice changes nothing; if its files have changed since, the second call
+        is refused with INVALID_ARGUMENT: unload it first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -80,8 +80,9 @@ class AdminServiceStub:
     """
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
     """Loads a LoRA adapter from a directory of the service's host, in peft's layout; then requests may name it in `model`.
-    Running requests go on meanwhile. INVALID_ARGUMENT if its files are damaged, do not fit the model or have another
-    adapter's name. Loading the same adapter twice changes nothing.
+    Running requests go on meanwhile. INVALID_ARGUMENT if its files are damaged or do not fit the model, or if another
+    adapter has its name. Loading the same adapter twice changes nothing; if its files have changed since, the second call
+    is refused with INVALID_ARGUMENT: unload it first.
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]
     """Unloads a LoRA adapter: new requests that name it are refused, and those that the service has accepted finish.
@@ -138,8 +139,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
     """Loads a LoRA adapter from a directory of the service's host, in peft's layout; then requests may name it in `model`.
-    Running requests go on meanwhile. INVALID_ARGUMENT if its files are damaged, do not fit the model or have another
-    adapter's name. Loading the same adapter twice changes nothing.
+    Running requests go on meanwhile. INVALID_ARGUMENT if its files are damaged or do not fit the model, or if another
+    adapter has its name. Loading the same adapter twice changes nothing; if its files have changed since, the second call
+    is refused with INVALID_ARGUMENT: unload it first.
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
     """Unloads a LoRA adapter: new requests that name it are refused, and those that the service has accepted finish.
@@ -259,8 +261,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_pb2.LoadAdapterResponse]]:
         """Loads a LoRA adapter from a directory of the service's host, in peft's layout; then requests may name it in `model`.
-        Running requests go on meanwhile. INVALID_ARGUMENT if its files are damaged, do not fit the model or have another
-        adapter's name. Loading the same adapter twice changes nothing.
+        Running requests go on meanwhile. INVALID_ARGUMENT if its files are damaged or do not fit the model, or if another
+        adapter has its name. Loading the same adapter twice changes nothing; if its files have changed since, the second call
+        is refused with INVALID_ARGUMENT: unload it first.
         """
 
     @_abc_1.abstractmethod
