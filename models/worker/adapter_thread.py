@@ -31,7 +31,7 @@ class AdapterThread:
         self._backend = backend
         self._send = send
         self.turns = Turns()
-        """For the thread that computes steps, unless they are computed elsewhere."""
+        """The thread that computes steps enters ``turns.step``, unless a GPU computes them."""
         self._loads: SimpleQueue[AdapterLoad] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -77,7 +77,7 @@ def load_adapter(
             raise ModelError(f"{load.path}: its files have changed since it was loaded: unload it, then load it again")
         if load.slot:
             backend.load_adapter(load.slot, adapter)
-        else:
+        elif not load.digest:  # else its numbers were checked when it was loaded
             for _ in adapter.matrices():
                 pass
     except ModelError as error:

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 TURN_S = 0.004
 """The length of a turn, between two steps."""
 SHARE = 10
-"""How many times as long steps are computed before the next turn."""
+"""How many times as long as a turn steps are computed before the next one."""
 QUIET_S = 0.02
 """The time without a step after which no turns are needed."""
 LONGEST_S = 0.05
-"""How long a step waits for the end of a turn."""
+"""How long a step waits at most for the end of a turn."""
 
 
 class Turns:
@@ -23,8 +23,7 @@ class Turns:
         self._clock = clock
         self._changed = threading.Condition()
         self.is_wanted = False
-        """Whether work waits for a turn, or has one."""
-        """Whether a piece of work waits for a turn, or is done in one."""
+        """Whether there is work that needs turns while steps are computed."""
         self._ends_at: float | None = None
         """When the turn ends; None: there is none."""
         self._computed_s = 0.0

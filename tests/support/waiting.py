@@ -1,5 +1,5 @@
-"""Waits for conditions. Sets no limit of its own: pytest's timeout ends a test that hangs and prints its stacks, and a
-shorter limit fails whenever other programs use the cores."""
+"""Waits for conditions, and has a clock that tests advance. Sets no limit of its own: pytest's timeout ends a test that
+hangs and prints its stacks, and a shorter limit fails whenever other programs use the cores."""
 
 import asyncio
 import time
@@ -27,3 +27,12 @@ def wait_until(condition: Callable[..., Any]) -> Any:
     while not (found := condition()):
         time.sleep(_PAUSE_S)
     return found
+
+
+class ManualClock:
+    """A clock that stands still until a test advances it."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now

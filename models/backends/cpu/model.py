@@ -50,8 +50,9 @@ from penstock.models.checkpoint.quantization.reader import QuantizationError
 from penstock.models.errors import ModelError
 
 SMALL_STEP = 1 << 26
-"""The limit in products. In a smaller step a second thread gains less than it costs the service's loop, with which it
-shares the cores: a guess, not measured."""
+"""The largest number of products in a small step. In such a step, a second thread gains less than it costs the
+service's loop, with which it shares the cores: a guess, not measured."""
+
 ACTIVATIONS = {kind: GemmActivation[kind.name] for kind in decoder.Activation}
 QK_NORMS = {
     decoder.QkNorm.NONE: QkNormKind.NONE,

@@ -98,9 +98,8 @@ class LoraAdapter:
     """Called before each piece of work."""
 
     def matrices(self) -> Iterator[tuple[AdaptedLinear, LoraMatrices]]:
-        """Reads the matrices, one linear after the other. Raises ModelError for a number that a slot cannot hold. Also
-        raises it if the file has changed since ``read_adapter`` or changes meanwhile, and ``digest`` is that of others.
-        """
+        """Reads the matrices, one linear after the other. Raises ModelError for a number that a slot cannot hold, and
+        if the file has changed since ``read_adapter``: then ``digest`` belongs to other numbers."""
         file = self.path / WEIGHTS
         with _open_weights(file) as stream:
             self._check_version(stream)

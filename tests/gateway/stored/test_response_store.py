@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from waiting import ManualClock
 
 from penstock.clients.gateway.settings import GatewaySettings
 from penstock.clients.gateway.stored import response_store
@@ -18,18 +19,9 @@ MAX_BYTES = 40 * UNIT
 TTL_S = 100.0
 
 
-class Clock:
-    """Goes only when it is told to."""
-
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return ManualClock()
 
 
 @pytest.fixture

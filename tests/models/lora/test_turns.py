@@ -1,8 +1,10 @@
 """An adapter is loaded between steps that use all cores, in turns that are a small share of their time."""
 
 import threading
+import time
 
 import pytest
+from waiting import ManualClock
 
 from penstock.models.worker import turns as worker_turns
 from penstock.models.worker.turns import QUIET_S, SHARE, TURN_S, Turns
@@ -10,18 +12,9 @@ from penstock.models.worker.turns import QUIET_S, SHARE, TURN_S, Turns
 STEP_S = 0.01
 
 
-class Clock:
-    """A clock that stands still until it is set forward."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return ManualClock()
 
 
 @pytest.fixture
@@ -33,6 +26,16 @@ def turns(clock, monkeypatch):
 def begin(work):
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
+    return thread
+
+
+def begin_in_step(turns, clock, work, step_s):
+    """Begins work during a step, and ends the step when the work waits for a turn."""
+    with turns.step():
+        thread = begin(work)
+        while not turns.is_wanted:
+            time.sleep(0.001)
+        clock.now += step_s
     return thread
 
 
@@ -72,10 +75,7 @@ def test_while_steps_follow_each_other_turns_are_a_small_share(turns, clock, pie
             num_pieces += 1
             clock.now += piece_s
 
-    with turns.step():
-        thread = begin(work)
-        while not turns.is_wanted:
-            pass
+    thread = begin_in_step(turns, clock, work, 0.0)
     num_steps = 400
     for _ in range(num_steps):
         with turns.step():
@@ -95,11 +95,7 @@ def test_a_step_does_not_wait_after_the_last_piece(turns, clock):
         turns.wait()
         turns.end()
 
-    with turns.step():
-        thread = begin(work)
-        while not turns.is_wanted:
-            pass
-        clock.now += SHARE * TURN_S
+    thread = begin_in_step(turns, clock, work, 2 * SHARE * TURN_S)
     with turns.step():  # gives a turn, which ends early
         thread.join(60)
     assert not turns.is_wanted
@@ -117,11 +113,7 @@ def test_a_piece_that_takes_too_long_does_not_hold_the_next_step(clock, monkeypa
         may_end.wait(60)
         turns.end()
 
-    with turns.step():
-        thread = begin(work)
-        while not turns.is_wanted:
-            pass
-        clock.now += SHARE * TURN_S
+    thread = begin_in_step(turns, clock, work, 2 * SHARE * TURN_S)
     with turns.step():
         assert thread.is_alive()
     may_end.set()

@@ -144,7 +144,7 @@ LONG = "not a call " * 40
 ENDS = dict.fromkeys(("hermes", "llama3_json", "mistral", "pythonic"), ("", ']}"'))
 small_and_large = pytest.mark.parametrize(
     ("size", "piece_size"),
-    [(KIB // 4, 1), pytest.param(2 * KIB, 7, marks=pytest.mark.soak), (2 * KIB, 2 * KIB)],
+    [(KIB // 2, 1), pytest.param(2 * KIB, 7, marks=pytest.mark.soak), (2 * KIB, 2 * KIB)],
 )
 
 

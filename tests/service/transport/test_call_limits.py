@@ -81,7 +81,7 @@ async def service(start_service):
 
 @pytest.fixture
 def no_collector():
-    """What is left in reference cycles stays there. What there was before is not looked at."""
+    """What is left in reference cycles stays there. Older objects are ignored."""
     gc.collect()
     gc.freeze()
     gc.disable()

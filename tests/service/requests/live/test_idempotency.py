@@ -4,23 +4,15 @@ import random
 from collections import Counter
 
 import pytest
+from waiting import ManualClock
 
 from penstock.service.errors import ServiceError
 from penstock.service.requests.live.idempotency import KEPT_S, MAX_FORGOTTEN, IdempotencyKeys
 
 
-class Clock:
-    """A clock that stands still until a test advances it."""
-
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return ManualClock()
 
 
 def use(keys, tenant, key):
