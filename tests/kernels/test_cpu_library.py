@@ -107,7 +107,7 @@ def test_an_installed_library_is_used_where_there_are_no_sources(
     package = tmp_path / "installed_kernels"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / cpu.LIBRARY.name).symlink_to(cpu_library)
+    (package / cpu.LIBRARY.name).symlink_to(cpu_library.resolve())
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(cpu, "SOURCES", tmp_path / "csrc")
     monkeypatch.setattr(cpu, "PACKAGE", package.name)
