@@ -30,6 +30,8 @@ from cpu_bench.workloads import OpenLoop
 ANSWER_LIMIT_S = 1200.0
 """To start, or to run a set."""
 END_LIMIT_S = 30.0
+SETTLE_S = 15.0
+"""Without requests, after an engine has started. Some still allocate memory then, as ours does, or compile."""
 READ_BYTES = 16 << 20
 LONG_S = 30.0
 """A run that needs none before it that is not measured."""
@@ -222,7 +224,7 @@ def read_once(path: Path) -> None:
                     pass
 
 
-def process_starter(peers: Path, threads: int) -> Start:
+def process_starter(peers: Path, threads: int, settle_s: float = SETTLE_S) -> Start:
     """Starts engines' runners in their environments."""
 
     @contextmanager
@@ -236,7 +238,9 @@ def process_starter(peers: Path, threads: int) -> Start:
                 stderr=log, text=True, start_new_session=True,
             )  # fmt: skip
             try:
-                yield RunnerProcess(process, log)
+                runner = RunnerProcess(process, log)
+                time.sleep(settle_s)
+                yield runner
             finally:
                 _end(process)
 
