@@ -184,7 +184,7 @@ def scripted(*flags: str) -> Engine:
 
 
 def test_a_runner_is_spoken_to(tmp_path: Path) -> None:
-    with process_starter(tmp_path, 3, 0)(scripted(), "M1", ["W1"]) as session:
+    with process_starter(tmp_path, 3, settle_s=0)(scripted(), "M1", ["W1"]) as session:
         assert session.ready.version == "M1 with 3"
         assert session.ready.ready_s > 0
         work = Work([([1, 2], 5)], [1.25], pause_s=0.5)
@@ -196,14 +196,15 @@ def test_a_runner_is_spoken_to(tmp_path: Path) -> None:
     ("mode", "why"), [("broken", "^MemoryError: it is full$"), ("gone", "^it ended; its last words: terminate called$")]
 )
 def test_a_runners_exit_is_reported_with_its_cause(tmp_path: Path, mode: str, why: str) -> None:
-    with pytest.raises(EngineFailed, match=why), process_starter(tmp_path, 1, 0)(scripted("--mode", mode), "M1", []):
+    start = process_starter(tmp_path, 1, settle_s=0)
+    with pytest.raises(EngineFailed, match=why), start(scripted("--mode", mode), "M1", []):
         pass
 
 
 def test_an_engine_that_this_machine_cannot_run_is_not_tried_again(tmp_path: Path) -> None:
     (tmp_path / "models/M1").mkdir(parents=True)
     one = scripted("--mode", "foreign")
-    driver = Driver([one], tmp_path, process_starter(tmp_path, 1, 0), lambda measured: None)
+    driver = Driver([one], tmp_path, process_starter(tmp_path, 1, settle_s=0), lambda measured: None)
     driver.run("M1", ["W1"], range(2))
     assert (driver.unsupported, driver.missing) == ({"a/bf16": "it needs another processor"}, {})
 

@@ -31,7 +31,7 @@ ANSWER_LIMIT_S = 1200.0
 """To start, or to run a set."""
 END_LIMIT_S = 30.0
 SETTLE_S = 15.0
-"""Without requests, after an engine has started. Some still allocate memory then, as ours does, or compile."""
+"""The pause between an engine's start and its first request. Some, such as ours, still allocate memory then."""
 READ_BYTES = 16 << 20
 LONG_S = 30.0
 """A run that needs none before it that is not measured."""

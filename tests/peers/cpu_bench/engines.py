@@ -105,7 +105,8 @@ def _ours() -> list[Engine]:
     return [
         Engine(
             OURS, precision, precision, numbers[precision],
-            "penstock serve MODEL" + (f" --quantization {precision}" if precision != BF16 else "")
+            "penstock serve MODEL --backend cpu --speculative-config none"
+            + (f" --quantization {precision}" if precision != BF16 else "")
             + ", its defaults else; all requests on one stream of its Python client, over loopback",
             "penstock_service", "", flags=("--quantization", precision) if precision != BF16 else (),
         )
