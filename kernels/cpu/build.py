@@ -48,6 +48,11 @@ LEVEL_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Compiler flags of the sources that use particular instruction sets, by machine. On other machines these sources
 compile to nothing."""
+CLANG_IN_ORDER = ("-mllvm", "-enable-misched=false")
+"""Without it clang reads the inputs of all rows before it multiplies them, and keeps half of the sums in memory."""
+GCC_IN_ORDER = {"avx2.cpp": ("-fno-tree-ter",)}
+"""Without it gcc multiplies all rows before it adds the products, and keeps half of the sums in memory. The levels with
+32 registers do not need it."""
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
 SOFTWARE_TILES = ("-DPENSTOCK_SOFTWARE_TILES", "-O1")
 """Only tests use it, and -O1 compiles in half the time."""
@@ -98,17 +103,21 @@ def build(
     with tempfile.TemporaryDirectory() as scratch:
         objects = [Path(scratch) / f"{source.stem}.o" for source in sources]
         extra = SANITIZERS if sanitize else ()
+        clang = _is_clang(compiler)
         common = [
             *compiler,
             *COMMON,
             f"-I{SOURCES}",
             f'-DPENSTOCK_SOURCES="{digest()}"',
             *(SOFTWARE_TILES if software_tiles else ()),
+            *(CLANG_IN_ORDER if clang else ()),
             *flags,
         ]
         commands = []
         for source, made in zip(sources, objects, strict=True):
             wanted = level_flags(source.name, machine) if levels is None or source.name in levels else ()
+            if not clang:
+                wanted = (*wanted, *GCC_IN_ORDER.get(source.name, ()))
             if "ziglang" in compiler:
                 wanted = tuple(flag.replace(ARMV8_2, ARMV8_2_OF_ZIG) for flag in wanted)
             commands.append([*common, *wanted, *extra, "-c", str(source), "-o", str(made)])
@@ -172,7 +181,11 @@ def level_flags(name: str, machine: str = platform.machine()) -> tuple[str, ...]
     return LEVEL_FLAGS.get({"AMD64": "x86_64"}.get(machine, machine), {}).get(name, ())
 
 
-def _run(command: list[str]) -> None:
+def _is_clang(compiler: Sequence[str]) -> bool:
+    return "clang" in _run([*compiler, "--version"])
+
+
+def _run(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
@@ -181,6 +194,7 @@ def _run(command: list[str]) -> None:
         raise CannotBuild(f"{command[0]} failed", SEE_ALL, f"{shlex.join(command)}\n{done.stderr}")
     if done.stderr:
         print(done.stderr, file=sys.stderr, end="")
+    return done.stdout
 
 
 def main() -> None:

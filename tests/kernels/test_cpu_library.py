@@ -1,5 +1,5 @@
 """The CPU library as a whole: which instruction sets it finds, what it shows, that its types are those that Python
-mirrors, and that no level's instructions are anywhere but in that level."""
+mirrors, that no level's instructions are anywhere but in that level, and that products keep their sums in registers."""
 
 import importlib
 import os
@@ -286,3 +286,68 @@ def test_a_compiler_without_the_instructions_makes_an_empty_level(compiler: list
         source = build_cpu.SOURCES / f"target/{level}.cpp"
         text = run([*compiler, "-std=c++17", f"-I{build_cpu.SOURCES}", "-E", "-P", str(source)])
         assert re.search(rf"kernels_{level}\(\) {{ return nullptr; }}", text), level
+
+
+# Code -----------------------------------------------------------------------------------------------------------------
+
+MULTIPLICATION = re.compile(r"v(fmadd\w+ps|pmaddwd|pmaddubsw|pdpbusd|dpbf16ps)\b")
+STACK = r"(-?0x[0-9a-f]+)?\(%r[sb]p\)"
+STORED, LOADED = re.compile(rf"%[yz]mm\d+,({STACK})$"), re.compile(rf"({STACK}),%[yz]mm")
+
+
+def inner_loops(listing: str) -> Iterator[list[str]]:
+    """The instructions of each innermost loop without jumps, of at most 200, in a disassembler's listing."""
+    found = re.findall(r"^ +([0-9a-f]+):\s+(.*?)\s*$", listing, re.MULTILINE)
+    places = {int(address, 16): index for index, (address, _) in enumerate(found)}
+    first = 0
+    for end, (_, text) in enumerate(found):
+        jump = re.match(r"j\w+ +(?:0x)?([0-9a-f]+)\b", text)
+        if not jump:
+            continue
+        begin = places.get(int(jump[1], 16), end)
+        if first <= begin < end < begin + 200:
+            yield [instruction for _, instruction in found[begin : end + 1]]
+        first = end + 1
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="reads the instructions of x86-64")
+@pytest.mark.skipif(cpu.VARIABLE in os.environ, reason="another build of the library may have no symbols")
+def test_products_keep_their_sums_in_registers(cpu_library: Path) -> None:
+    """A compiler that reorders a loop may need more registers than there are. A sum that waits in memory for its next
+    addition makes int8 products a fifth slower with AVX2, and those of bfloat16 a third."""
+    reader = shutil.which("objdump") or shutil.which("llvm-objdump")
+    if not reader:
+        pytest.skip("needs objdump, which comes with a C++ compiler")
+    listing = run([reader, "-d", "--no-show-raw-insn", str(cpu_library)])
+    functions = re.findall(r"^\w+ <(_ZN\w*(?:multiply_tile|product)\w*)>:\n((?:.+\n)*)", listing, re.MULTILINE)
+    busy = [
+        (name, loop)
+        for name, body in functions
+        for loop in inner_loops(body)
+        if sum(bool(MULTIPLICATION.match(text)) for text in loop) >= 12
+    ]
+    for level in ("avx2", "avx512", "avx512_vnni", "avx512_bf16"):
+        own = f"_ZN{len(f'level_{level}')}level_{level}"
+        assert any(name.startswith(own) for name, _ in busy), level
+    for name, loop in busy:
+        stored = {match[1] for text in loop if (match := STORED.search(text))}
+        loaded = {match[1] for text in loop if (match := LOADED.search(text))}
+        assert len(stored & loaded) <= 1, "\n".join([name, *loop])
+
+
+@pytest.mark.parametrize(
+    ("version", "kept", "left_out"),
+    [("gcc (Debian) 12.2.0", "-fno-tree-ter", "-enable-misched=false"),
+     ("clang version 14.0.6", "-enable-misched=false", "-fno-tree-ter")],
+)  # fmt: skip
+def test_each_compiler_gets_its_own_option_for_that(tmp_path: Path, version: str, kept: str, left_out: str) -> None:
+    compiler, log = tmp_path / "c++", tmp_path / "log"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo "{version}" && exit\necho "$@" >> {log}\n'
+        'while [ "$1" != -o ]; do shift; done; : > "$2"\n'
+    )
+    compiler.chmod(0o755)
+    build_cpu.build(tmp_path, compiler=[str(compiler)], machine="x86_64")
+    compiled = next(line for line in log.read_text().splitlines() if "avx2.cpp" in line)
+    assert kept in compiled
+    assert left_out not in compiled

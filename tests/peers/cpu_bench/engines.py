@@ -140,11 +140,11 @@ def _vllm() -> list[Engine]:
 
 def _openvino() -> list[Engine]:
     settings = "ContinuousBatchingPipeline in process, hint bf16, prefix caching, 4 GiB of KV, 32 sequences"
-    bf16 = "weights and activations bf16, KV "
+    bf16 = "weights and activations bf16 (f32 if the processor lacks it), KV "
     return [
         Engine(
-            "openvino", "bf16", BF16, f"{bf16}bf16", f"{settings}, KV_CACHE_PRECISION bf16", "openvino_genai",
-            "openvino", "openvino-models/{model}-fp16", ("--kv", "bf16"),
+            "openvino", "bf16", BF16, f"{bf16}the same", f"{settings}, KV_CACHE_PRECISION bf16 or f32",
+            "openvino_genai", "openvino", "openvino-models/{model}-fp16", ("--kv", "bf16"),
         ),
         Engine(
             "openvino", "bf16-kv8", BF16, f"{bf16}u8", settings, "openvino_genai", "openvino",

@@ -95,6 +95,9 @@ struct PairStep {
     typedef uint32_t Bits __attribute__((vector_size(sizeof(Part)), may_alias));
     Part w[C];
     UNROLLED for (int half = 0; half < 2; half++) {
+#if defined(__clang__)
+      __asm__("" : "+r"(weights));  // to be read twice: clang would keep what it read, and a sum in memory instead
+#endif
       UNROLLED for (int c = 0; c < C; c++) {
         const Part both = load_part(weights + c / PARTS * panel_bytes + c % PARTS * sizeof(Part));
         const Bits bits = reinterpret_cast<const Bits&>(both);

@@ -123,10 +123,7 @@ struct Int4Unpacked {
     for (int k = 0; k < tile.columns; k += 8) {
       ahead.next();
       for (int half = 0; half < 2; half++, line += 64, x += 4) {
-        DotBytes weights[P];
-        for (int p = 0; p < P; p++) weights[p] = load_weights(line + p * CHUNK_BYTES);
-        for (int m = 0; m < M; m++)
-          for (int p = 0; p < P; p++) dot[m][p] = add_products(dot[m][p], weights[p], x + m * tile.stride);
+        add_line<M, P>(dot, line, CHUNK_BYTES, x, tile.stride);
       }
     }
     for (int m = 0; m < M; m++) {

@@ -27,11 +27,11 @@ static int64_t int8_panel_bytes(int columns) { return int8_weight_bytes(columns)
 
 // The offset in a prepared row of the numbers that products read.
 INLINE int int8_numbers_at(int columns) {
-  return INPUT_BYTES == 4 ? 0 : divide_up(filled(columns) + divide_up(columns, SEGMENT) * 8 + 4, 8) * 8;
+  return DOT_STEPS == 1 ? 0 : divide_up(filled(columns) + divide_up(columns, SEGMENT) * 8 + 4, 8) * 8;
 }
 
 static int64_t int8_input_bytes(int columns) {
-  if (INPUT_BYTES == 8) return row_bytes(int8_numbers_at(columns) + 2 * filled(columns));
+  if (DOT_STEPS == 2) return row_bytes(int8_numbers_at(columns) + 2 * filled(columns));
   return row_bytes(filled(columns) + divide_up(columns, SEGMENT) * 8 + 4);
 }
 
@@ -122,7 +122,7 @@ static void int8_prepare(int columns, const float* x, uint8_t* out) {
     scale_at += 4;
   }
   memcpy(at, &total, 4);
-  if (INPUT_BYTES == 8) int8_widen(filled(columns), reinterpret_cast<int8_t*>(out), out + int8_numbers_at(columns));
+  if (DOT_STEPS == 2) int8_widen(filled(columns), reinterpret_cast<int8_t*>(out), out + int8_numbers_at(columns));
 }
 
 struct Int8 {
@@ -141,14 +141,9 @@ struct Int8 {
       for (int m = 0; m < M; m++)
         for (int p = 0; p < P; p++) dot[m][p] = sums_of(load_int(scales + m * stride + offsets));
       for (int k = begin; k < end; k += 4) {
-        DotBytes weights[P];
-        for (int p = 0; p < P; p++)
-          weights[p] = load_weights(tile.panels + p * bytes + static_cast<int64_t>(k) * LANES);
         ahead.next();
-        for (int m = 0; m < M; m++) {
-          const uint8_t* x = numbers + m * stride + k / 4 * INPUT_BYTES;
-          for (int p = 0; p < P; p++) dot[m][p] = add_products(dot[m][p], weights[p], x);
-        }
+        const uint8_t *lines = tile.panels + static_cast<int64_t>(k) * LANES, *x = numbers + k * DOT_STEPS;
+        add_line<M, P>(dot, lines, bytes, x, stride);
       }
       for (int m = 0; m < M; m++) {
         const Floats scale = splat(load_float(scales + m * stride));

@@ -50,11 +50,11 @@ struct DotSums {
   DotPart part[DOT_PARTS];
 };
 
-// Bytes are widened to 16-bit numbers, even and odd indices separately, so that no sum of two products overflows.
-// Inputs are stored widened, since each is used with every panel.
-constexpr int INPUT_BYTES = 8;
+// Bytes are widened to 16-bit numbers, even and odd indices in a step each, so that no sum of two products overflows and
+// few registers hold weights. Inputs are stored widened, since each is used with every panel.
+constexpr int DOT_STEPS = 2;
 struct DotBytes {
-  DotPart even[DOT_PARTS], odd[DOT_PARTS];
+  DotPart part[DOT_PARTS];
 };
 
 INLINE DotSums sums_of(int32_t x) {
@@ -73,26 +73,25 @@ INLINE Ints dot_ints(const DotSums& sums) {
 #endif
 }
 
-INLINE DotBytes load_weights(const uint8_t* p) {
+INLINE DotBytes widen(const DotPart (&bytes)[DOT_PARTS], int step) {
   DotBytes weights;
-  for (int i = 0; i < DOT_PARTS; i++) {
-    const DotPart bytes = load_part(p + i * 64 / DOT_PARTS);
-    weights.even[i] = bits_and(bytes, part_of(0x00ff00ff));
-    weights.odd[i] = right<8>(bytes);
-  }
+  for (int i = 0; i < DOT_PARTS; i++) weights.part[i] = step ? right<8>(bytes[i]) : bits_and(bytes[i], part_of(0x00ff00ff));
   return weights;
 }
 
-INLINE DotSums add_products(DotSums sums, const DotBytes& weights, DotPart even, DotPart odd) {
-  for (int i = 0; i < DOT_PARTS; i++) {
-    sums.part[i] = add_ints(sums.part[i], add_pairs(weights.even[i], even));
-    sums.part[i] = add_ints(sums.part[i], add_pairs(weights.odd[i], odd));
-  }
+INLINE DotBytes load_weights(const uint8_t* p, int step) {
+  DotPart bytes[DOT_PARTS];
+  for (int i = 0; i < DOT_PARTS; i++) bytes[i] = load_part(p + i * 64 / DOT_PARTS);
+  return widen(bytes, step);
+}
+
+INLINE DotSums add_products(DotSums sums, const DotBytes& weights, DotPart x) {
+  for (int i = 0; i < DOT_PARTS; i++) sums.part[i] = add_ints(sums.part[i], add_pairs(weights.part[i], x));
   return sums;
 }
 
 INLINE DotSums add_products(DotSums sums, const DotBytes& weights, const uint8_t* x) {
-  return add_products(sums, weights, part_of(load_int(x)), part_of(load_int(x + 4)));
+  return add_products(sums, weights, part_of(load_int(x)));
 }
 
 struct DotNibbles {
@@ -131,15 +130,10 @@ INLINE DotSums add_widened(DotSums sums, const NibbleSums& more) {
 #else
 INLINE DotSums add_nibbles(DotSums sums, const DotNibbles& weights, const uint8_t* x) {
   const DotPart low = part_of(load_int(x)), high = part_of(load_int(x + 4));
-  DotBytes wide[2];
-  for (int i = 0; i < DOT_PARTS; i++) {
-    wide[0].even[i] = bits_and(weights.low[i], part_of(0x00ff00ff));
-    wide[0].odd[i] = right<8>(weights.low[i]);
-    wide[1].even[i] = bits_and(weights.high[i], part_of(0x00ff00ff));
-    wide[1].odd[i] = right<8>(weights.high[i]);
-  }
-  sums = add_products(sums, wide[0], right_signed<8>(left<8>(low)), right_signed<8>(low));
-  return add_products(sums, wide[1], right_signed<8>(left<8>(high)), right_signed<8>(high));
+  sums = add_products(sums, widen(weights.low, 0), right_signed<8>(left<8>(low)));
+  sums = add_products(sums, widen(weights.low, 1), right_signed<8>(low));
+  sums = add_products(sums, widen(weights.high, 0), right_signed<8>(left<8>(high)));
+  return add_products(sums, widen(weights.high, 1), right_signed<8>(high));
 }
 #endif
 
@@ -157,13 +151,12 @@ typedef Quads DotBytes;
 INLINE DotSums sums_of(int32_t x) { return splat_int(x); }
 INLINE Ints dot_ints(DotSums sums) { return sums; }
 
-// Loads 64 bytes, four per lane.
-INLINE DotBytes load_weights(const uint8_t* p) { return load_ints(p); }
+// The steps that add the products of a line of 64 bytes, four per lane. Each reads four bytes of inputs.
+constexpr int DOT_STEPS = 1;
 
-// The bytes of four inputs in the form that products read.
-constexpr int INPUT_BYTES = 4;
+// What a step multiplies of a line.
+INLINE DotBytes load_weights(const uint8_t* p, int) { return load_ints(p); }
 
-// Adds the products of each lane's four bytes with the four inputs at x.
 INLINE DotSums add_products(DotSums sums, DotBytes weights, const uint8_t* x) {
   return dot4(sums, weights, splat_int(load_int(x)));
 }
@@ -200,6 +193,17 @@ INLINE DotSums add_nibbles(DotSums sums, const DotNibbles& weights, const uint8_
 #endif
 
 #endif
+
+// Adds the products of a line of P panels, `panel_bytes` apart, with M rows of inputs, `stride` bytes apart.
+template <int M, int P>
+INLINE void add_line(DotSums (&sums)[M][P], const uint8_t* line, int64_t panel_bytes, const uint8_t* x, int64_t stride) {
+  for (int step = 0; step < DOT_STEPS; step++, x += 4) {
+    DotBytes weights[P];
+    for (int p = 0; p < P; p++) weights[p] = load_weights(line + p * panel_bytes, step);
+    for (int m = 0; m < M; m++)
+      for (int p = 0; p < P; p++) sums[m][p] = add_products(sums[m][p], weights[p], x + m * stride);
+  }
+}
 
 // Adds the sums of `lines` lines of nibbles, each at most LARGEST; `add(sums, first, count)` adds those of `count` lines
 // from `first` on.

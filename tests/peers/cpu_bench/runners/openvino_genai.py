@@ -15,14 +15,16 @@ CACHE_GIB = 4
 
 
 def main(wire: Wire, arguments: argparse.Namespace) -> None:
-    """Arithmetic in bf16; the KV cache as the flag says, or as the plugin does by itself."""
+    """Arithmetic in bf16; the KV cache as the flag says, or as the plugin does by itself. Without bfloat16 in the
+    processor, the plugin computes in float32, and refuses a KV cache in bf16."""
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = CACHE_GIB
     scheduler.max_num_seqs = 32
     scheduler.enable_prefix_caching = True
     properties = {"INFERENCE_NUM_THREADS": arguments.threads, "INFERENCE_PRECISION_HINT": "bf16"}
     if arguments.kv:
-        properties["KV_CACHE_PRECISION"] = arguments.kv
+        has_bf16 = "BF16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        properties["KV_CACHE_PRECISION"] = arguments.kv if has_bf16 else "f32"
     pipeline = genai.ContinuousBatchingPipeline(arguments.model, scheduler, "CPU", properties)
     wire.ready(
         Ready(f"openvino-genai {genai.__version__.partition('-')[0]}, openvino {ov.__version__.partition('-')[0]}")
