@@ -49,7 +49,7 @@ LEVEL_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
 """Compiler flags of the sources that use particular instruction sets, by machine. On other machines these sources
 compile to nothing."""
 CLANG_IN_ORDER = ("-mllvm", "-enable-misched=false")
-"""Without it clang reads the inputs of all rows before it multiplies them, and keeps half of the sums in memory."""
+"""Without it clang reads the inputs of all rows before it multiplies them, and moves sums and inputs to memory."""
 GCC_IN_ORDER = {"avx2.cpp": ("-fno-tree-ter",)}
 """Without it gcc multiplies all rows before it adds the products, and keeps half of the sums in memory. The levels with
 32 registers do not need it."""

@@ -157,6 +157,7 @@ constexpr int DOT_STEPS = 1;
 // What a step multiplies of a line.
 INLINE DotBytes load_weights(const uint8_t* p, int) { return load_ints(p); }
 
+// Adds the products of each lane's four bytes with the four inputs at x.
 INLINE DotSums add_products(DotSums sums, DotBytes weights, const uint8_t* x) {
   return dot4(sums, weights, splat_int(load_int(x)));
 }
