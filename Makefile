@@ -196,7 +196,7 @@ KERNEL_TESTS := $(filter-out tests/kernels/test_cpu_arm.py,$(wildcard tests/kern
 # memory that AMX instructions access, so AMX is emulated in software here.
 SANITIZED := build/sanitized
 sanitize: setup ## run the kernels' tests with AddressSanitizer and UBSan
-	CXX=g++ $(BIN)/python -P kernels/cpu/build.py --sanitize --software-tiles --out $(SANITIZED)
+	CXX=g++ $(BIN)/python -P kernels/cpu/build.py --sanitize --software --out $(SANITIZED)
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
 	  PENSTOCK_CPU_LIBRARY=$(SANITIZED)/libpenstock_cpu.so $(BIN)/python -P -m pytest --timeout=0 --capture=sys \

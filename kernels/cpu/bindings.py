@@ -40,7 +40,7 @@ PACKAGE = "penstock.cpu_library"
 BUILD_IT = "pip install --force-reinstall penstock-llm-cpu; in a checkout, run make native"
 """The remedy for a missing or stale library."""
 
-LEVELS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon_bf16", "neon_dot", "neon", "generic")
+LEVELS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2", "neon_bf16", "neon_dot", "neon", "generic")
 """Instruction sets of all machines, best first, except that on Intel avx512_bf16 is slower than avx512_vnni."""
 
 

@@ -2,7 +2,8 @@
 
     python kernels/cpu/build.py                               the library, in this folder
     python kernels/cpu/build.py --out DIR --sanitize          one that stops at the first undefined behaviour
-    python kernels/cpu/build.py --out DIR --software-tiles    one whose level "amx" needs no AMX, and is slow
+    python kernels/cpu/build.py --out DIR --software          one whose levels "amx" and "avx_vnni" need only
+                                                              "avx512_bf16" and "avx2", and are slow
 
 Imports nothing else from penstock, since it runs before the package is installed.
 """
@@ -29,6 +30,7 @@ COMMON = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions"
           "-Wno-unknown-warning-option",  # clang lacks some of these
           "-pthread")  # fmt: skip
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
+AVX_VNNI = "-mavxvnni"
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 AVX512_VNNI = (*AVX512, "-mavx512vnni")
 AVX512_BF16 = (*AVX512_VNNI, "-mavx512bf16")
@@ -36,6 +38,7 @@ ARMV8_2, ARMV8_2_OF_ZIG = "-march=armv8.2-a", "-mcpu=generic"  # Zig names proce
 LEVEL_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "avx2.cpp": AVX2,
+        "avx_vnni.cpp": (*AVX2, AVX_VNNI),
         "avx512.cpp": AVX512,
         "avx512_vnni.cpp": AVX512_VNNI,
         "avx512_bf16.cpp": AVX512_BF16,
@@ -50,11 +53,11 @@ LEVEL_FLAGS: dict[str, dict[str, tuple[str, ...]]] = {
 compile to nothing."""
 CLANG_IN_ORDER = ("-mllvm", "-enable-misched=false")
 """Without it clang reads the inputs of all rows before it multiplies them, and moves sums and inputs to memory."""
-GCC_IN_ORDER = {"avx2.cpp": ("-fno-tree-ter",)}
+GCC_IN_ORDER = dict.fromkeys(("avx2.cpp", "avx_vnni.cpp"), ("-fno-tree-ter",))
 """Without it gcc multiplies all rows before it adds the products, and keeps half of the sums in memory. The levels with
 32 registers do not need it."""
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g", "-O1")
-SOFTWARE_TILES = ("-DPENSTOCK_SOFTWARE_TILES", "-O1")
+SOFTWARE = ("-DPENSTOCK_SOFTWARE_TILES", "-DPENSTOCK_SOFTWARE_DOT", "-O1")
 """Only tests use it, and -O1 compiles in half the time."""
 # The version script hides the standard library's templates, which -fvisibility leaves visible. Missing symbols fail at
 # link time, not at run time; a sanitizer's symbols come from a library that is loaded first.
@@ -88,7 +91,7 @@ def build(
     compiler: Sequence[str] = (),
     machine: str = platform.machine(),
     sanitize: bool = False,
-    software_tiles: bool = False,
+    software: bool = False,
     levels: Collection[str] | None = None,
     flags: Sequence[str] = (),
 ) -> Path:
@@ -109,13 +112,15 @@ def build(
             *COMMON,
             f"-I{SOURCES}",
             f'-DPENSTOCK_SOURCES="{digest()}"',
-            *(SOFTWARE_TILES if software_tiles else ()),
+            *(SOFTWARE if software else ()),
             *(CLANG_IN_ORDER if clang else ()),
             *flags,
         ]
         commands = []
         for source, made in zip(sources, objects, strict=True):
             wanted = level_flags(source.name, machine) if levels is None or source.name in levels else ()
+            if software:  # else the compiler could use the instructions
+                wanted = tuple(flag for flag in wanted if flag != AVX_VNNI)
             if not clang:
                 wanted = (*wanted, *GCC_IN_ORDER.get(source.name, ()))
             if "ziglang" in compiler:
@@ -202,7 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="the folder for the library")
     parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UBSan")
-    parser.add_argument("--software-tiles", action="store_true", help="emulate AMX's tile registers, for tests")
+    parser.add_argument("--software", action="store_true", help="emulate AMX and AVX-VNNI, for tests")
     parser.add_argument("--if-possible", action="store_true", help="only if a source is newer; a failure is a warning")
     arguments = parser.parse_args()
     if arguments.if_possible:
@@ -210,7 +215,7 @@ def main() -> None:
         return
     arguments.out.mkdir(parents=True, exist_ok=True)
     try:
-        print(build(arguments.out, sanitize=arguments.sanitize, software_tiles=arguments.software_tiles))
+        print(build(arguments.out, sanitize=arguments.sanitize, software=arguments.software))
     except CannotBuild as error:
         sys.exit(f"{error.output}no library was built: {error}")
 

@@ -28,6 +28,7 @@ NEEDED = {
     # Where NEON is always there, it takes the place of this one.
     "generic": {"no flag"} if platform.machine() == "aarch64" else set(),
 }
+NEEDED["avx_vnni"] = NEEDED["avx2"] | {"avx_vnni"}
 NEEDED["avx512_vnni"] = NEEDED["avx512"] | {"avx512_vnni"}
 NEEDED["avx512_bf16"] = NEEDED["avx512_vnni"] | {"avx512_bf16"}
 NEEDED["amx"] = NEEDED["avx512_bf16"] | {"amx_tile", "amx_bf16", "amx_int8"}
@@ -290,7 +291,7 @@ def test_a_compiler_without_the_instructions_makes_an_empty_level(compiler: list
 
 # Code -----------------------------------------------------------------------------------------------------------------
 
-MULTIPLICATION = re.compile(r"v(fmadd\w+ps|pmaddwd|pmaddubsw|pdpbusd|dpbf16ps)\b")
+MULTIPLICATION = re.compile(r"(?:{vex} )?v(fmadd\w+ps|pmaddwd|pmaddubsw|pdpbusd|dpbf16ps)\b")
 STACK = r"(-?0x[0-9a-f]+)?\(%r[sb]p\)"
 STORED, LOADED = re.compile(rf"%[yz]mm\d+,({STACK})$"), re.compile(rf"({STACK}),%[yz]mm")
 
@@ -326,7 +327,7 @@ def test_products_keep_their_sums_in_registers(cpu_library: Path) -> None:
         for loop in inner_loops(body)
         if sum(bool(MULTIPLICATION.match(text)) for text in loop) >= 12
     ]
-    for level in ("avx2", "avx512", "avx512_vnni", "avx512_bf16"):
+    for level in ("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16"):
         own = f"_ZN{len(f'level_{level}')}level_{level}"
         assert any(name.startswith(own) for name, _ in busy), level
     for name, loop in busy:

@@ -50,7 +50,7 @@ def build(cpu_library: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 @pytest.fixture(scope="module")
 def software(build: Callable[..., Probe]) -> Probe:
-    return build(*build_cpu.SOFTWARE_TILES)
+    return build(*build_cpu.SOFTWARE)
 
 
 @pytest.fixture(scope="module")

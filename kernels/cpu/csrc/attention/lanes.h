@@ -75,7 +75,7 @@ INLINE FloatPart add_pairs(FloatPart sum, IntPart a, SpreadPair b) {
 #endif
 }
 
-#if defined(__SSE2__) && !defined(__AVX512VNNI__)
+#if defined(__SSE2__) && !defined(__AVX512VNNI__) && !defined(MULTIPLIES_BYTES)
 #define MULTIPLIES_WORDS
 // Without dot4, bytes are widened to 16 bits, since sums of byte products in 16 bits would saturate. Each byte is then
 // multiplied by a factor of 16 bits at once.
@@ -122,6 +122,9 @@ INLINE void store_word_factors(uint8_t* out, Ints numbers) {
 INLINE IntPart add_quads(IntPart sum, IntPart a, IntPart b) {
 #if defined(__AVX512F__) || defined(__aarch64__)
   return dot4(sum, a, b);
+#elif defined(MULTIPLIES_BYTES)
+  return reinterpret_cast<IntPart>(
+      dot4(reinterpret_cast<__m256i>(sum), reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
 #else
   for (int byte = 0; byte < 32; byte += 8) sum += ((a >> byte) & 255) * ((b << (24 - byte)) >> 24);
   return sum;

@@ -23,7 +23,8 @@
 //   load_bf16                     widens sixteen bfloat16
 //   store_halves, store_bytes     the low 16 and 8 bits of each lane; the upper half of a lane of store_halves is zero
 //   dot4(sum, a, b)               sum + the products of four bytes, in each lane; exact. `b` has signed bytes, `a` has
-//                                 unsigned ones, or with SIGNED_DOT4 signed ones. The level avx2 has none.
+//                                 unsigned ones, or with SIGNED_DOT4 signed ones. The level avx2 has none, and
+//                                 avx_vnni only for eight lanes.
 // and, with MULTIPLIES_BF16, if the processor has instructions for it,
 //   store_bf16                    rounds to bfloat16
 //   dot2(sum, a, b)               sum + the products of two bfloat16, in each lane

@@ -90,6 +90,8 @@ void block_scaled_prepare(int columns, const float* x, uint8_t* out) {
 
 template <class KIND>
 struct BlockScaled {
+  static constexpr int ROWS = NIBBLE_ROWS;
+
   // M rows of inputs with P panels.
   template <int M, int P>
   static void compute(const DotTile& tile) {

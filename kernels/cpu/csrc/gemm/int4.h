@@ -31,6 +31,8 @@ static void int4_prepare(int columns, int group, const float* x, uint8_t* out) {
 }
 
 struct Int4 {
+  static constexpr int ROWS = NIBBLE_ROWS;
+
   // M rows of inputs with P panels.
   template <int M, int P>
   static void compute(const DotTile& tile) {

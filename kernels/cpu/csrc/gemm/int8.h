@@ -126,6 +126,8 @@ static void int8_prepare(int columns, const float* x, uint8_t* out) {
 }
 
 struct Int8 {
+  static constexpr int ROWS = DOT_ROWS;
+
   // M rows of inputs with P panels.
   template <int M, int P>
   static void compute(const DotTile& tile) {

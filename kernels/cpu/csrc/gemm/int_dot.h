@@ -44,15 +44,11 @@ INLINE DotPart right_signed(DotPart x) { return _mm_srai_epi16(x, BITS); }
 #endif
 
 constexpr int DOT_PARTS = static_cast<int>(64 / sizeof(DotPart));
-constexpr int DOT_ROWS = DOT_PARTS == 2 ? 4 : 2, DOT_PANELS = 1;
+constexpr int DOT_PANELS = 1;
 
 struct DotSums {
   DotPart part[DOT_PARTS];
 };
-
-// Bytes are widened to 16-bit numbers, even and odd indices in a step each, so that no sum of two products overflows and
-// few registers hold weights. Inputs are stored widened, since each is used with every panel.
-constexpr int DOT_STEPS = 2;
 struct DotBytes {
   DotPart part[DOT_PARTS];
 };
@@ -73,6 +69,46 @@ INLINE Ints dot_ints(const DotSums& sums) {
 #endif
 }
 
+struct DotNibbles {
+  DotPart low[DOT_PARTS], high[DOT_PARTS];
+};
+
+INLINE DotNibbles load_nibbles(const uint8_t* p) {
+  DotNibbles weights;
+  for (int i = 0; i < DOT_PARTS; i++) {
+    const DotPart bytes = load_part(p + i * 64 / DOT_PARTS);
+    weights.low[i] = bits_and(bytes, part_of(0x0f0f0f0f));
+    weights.high[i] = bits_and(right<4>(bytes), part_of(0x0f0f0f0f));
+  }
+  return weights;
+}
+
+#if defined(MULTIPLIES_BYTES)
+// Nibbles need two more registers for weights, and one for inputs.
+constexpr int DOT_ROWS = 6, NIBBLE_ROWS = 4;
+constexpr int DOT_STEPS = 1;
+
+INLINE DotBytes load_weights(const uint8_t* p, int) { return {{load_part(p), load_part(p + 32)}}; }
+
+INLINE DotSums add_products(DotSums sums, const DotBytes& weights, const uint8_t* x) {
+  const DotPart inputs = part_of(load_int(x));
+  for (int i = 0; i < DOT_PARTS; i++) sums.part[i] = dot4(sums.part[i], weights.part[i], inputs);
+  return sums;
+}
+
+INLINE DotSums add_nibbles(DotSums sums, const DotNibbles& weights, const uint8_t* x) {
+  const DotPart low = part_of(load_int(x)), high = part_of(load_int(x + 4));
+  for (int i = 0; i < DOT_PARTS; i++)
+    sums.part[i] = dot4(dot4(sums.part[i], weights.low[i], low), weights.high[i], high);
+  return sums;
+}
+
+#else
+constexpr int DOT_ROWS = DOT_PARTS == 2 ? 4 : 2, NIBBLE_ROWS = DOT_ROWS;
+// Bytes are widened to 16-bit numbers, even and odd indices in a step each, so that no sum of two products overflows and
+// few registers hold weights. Inputs are stored widened, since each is used with every panel.
+constexpr int DOT_STEPS = 2;
+
 INLINE DotBytes widen(const DotPart (&bytes)[DOT_PARTS], int step) {
   DotBytes weights;
   for (int i = 0; i < DOT_PARTS; i++) weights.part[i] = step ? right<8>(bytes[i]) : bits_and(bytes[i], part_of(0x00ff00ff));
@@ -92,20 +128,6 @@ INLINE DotSums add_products(DotSums sums, const DotBytes& weights, DotPart x) {
 
 INLINE DotSums add_products(DotSums sums, const DotBytes& weights, const uint8_t* x) {
   return add_products(sums, weights, part_of(load_int(x)));
-}
-
-struct DotNibbles {
-  DotPart low[DOT_PARTS], high[DOT_PARTS];
-};
-
-INLINE DotNibbles load_nibbles(const uint8_t* p) {
-  DotNibbles weights;
-  for (int i = 0; i < DOT_PARTS; i++) {
-    const DotPart bytes = load_part(p + i * 64 / DOT_PARTS);
-    weights.low[i] = bits_and(bytes, part_of(0x0f0f0f0f));
-    weights.high[i] = bits_and(right<4>(bytes), part_of(0x0f0f0f0f));
-  }
-  return weights;
 }
 
 #if defined(__AVX2__)
@@ -136,6 +158,7 @@ INLINE DotSums add_nibbles(DotSums sums, const DotNibbles& weights, const uint8_
   return add_products(sums, widen(weights.high, 1), right_signed<8>(high));
 }
 #endif
+#endif
 
 #else
 
@@ -144,6 +167,7 @@ constexpr int DOT_ROWS = 4, DOT_PANELS = 1;
 #else
 constexpr int DOT_ROWS = 8, DOT_PANELS = 2;
 #endif
+constexpr int NIBBLE_ROWS = DOT_ROWS;
 
 typedef Ints DotSums;
 typedef Quads DotBytes;

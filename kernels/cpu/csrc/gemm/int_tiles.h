@@ -38,8 +38,8 @@ INLINE const uint8_t* panels_after(const Matrix& matrix, const Inputs& inputs, i
 // Multiplies all rows with panels [begin, end). Tiles differ by at most one row, so that none is too small to be fast.
 template <class Kind>
 INLINE void compute_tiles(const Matrix& matrix, const Inputs& inputs, int begin, int end, const GemmOutput& output) {
-  alignas(64) float sums[DOT_ROWS * 2 * LANES];
-  const int tiles = divide_up(inputs.rows, DOT_ROWS);
+  alignas(64) float sums[Kind::ROWS * 2 * LANES];
+  const int tiles = divide_up(inputs.rows, Kind::ROWS);
   for (int panel = begin; panel < end; panel += 2) {
     const int count = end - panel < 2 ? 1 : 2, per_tile = count < DOT_PANELS ? count : DOT_PANELS;
     const uint8_t* panels = matrix.panels + panel * matrix.panel_bytes;
@@ -58,9 +58,9 @@ INLINE void compute_tiles(const Matrix& matrix, const Inputs& inputs, int begin,
         const uint8_t* data = inputs.data + row * inputs.stride;
         const DotTile tile = {matrix, at, data, inputs.stride, ahead, sums + p * LANES, count * LANES};
         if (per_tile == 2) {
-          compute_tile<Kind, DOT_ROWS, DOT_PANELS>(rows, tile);
+          compute_tile<Kind, Kind::ROWS, DOT_PANELS>(rows, tile);
         } else {
-          compute_tile<Kind, DOT_ROWS, 1>(rows, tile);
+          compute_tile<Kind, Kind::ROWS, 1>(rows, tile);
         }
       }
       write_tile(matrix, output, row, rows, panel, count, sums);

@@ -148,4 +148,21 @@ INLINE void store_bytes(void* p, Ints x) {
                    _mm_packus_epi16(_mm256_castsi256_si128(ordered), _mm256_extracti128_si256(ordered, 1)));
 }
 
+// --------------------------------------------------------------------------------------------------- products of bytes
+
+#if defined(MULTIPLIES_BYTES)
+INLINE __m256i dot4(__m256i sum, __m256i a, __m256i b) {
+#if defined(PENSTOCK_SOFTWARE_DOT)  // only for tests
+  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(255)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
+  return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+#else
+  // gcc 12 copies sums through memory around the intrinsic.
+  __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+  return sum;
+#endif
+}
+#endif
+
 }  // namespace PENSTOCK_LEVEL

@@ -28,6 +28,7 @@ const Level LEVELS[] = {
     {"avx512_bf16", kernels_avx512_bf16},
     {"avx512_vnni", kernels_avx512_vnni},
     {"avx512", kernels_avx512},
+    {"avx_vnni", kernels_avx_vnni},
     {"avx2", kernels_avx2},
     {"neon_bf16", kernels_neon_bf16},
     {"neon_dot", kernels_neon_dot},
@@ -54,7 +55,7 @@ bool has_tiles() {
 }
 
 struct Extensions {
-  bool avx2 = false, avx512 = false, avx512_vnni = false, avx512_bf16 = false;
+  bool avx2 = false, avx_vnni = false, avx512 = false, avx512_vnni = false, avx512_bf16 = false;
 };
 
 bool has(unsigned bits, unsigned wanted) { return (bits & wanted) == wanted; }
@@ -65,7 +66,8 @@ Extensions read_extensions() {
   constexpr unsigned FMA = 1u << 12, OSXSAVE = 1u << 27, F16C = 1u << 29;                    // leaf 1, ecx
   constexpr unsigned AVX2 = 1u << 5, BMI2 = 1u << 8;                                         // leaf 7, ebx
   constexpr unsigned F = 1u << 16, DQ = 1u << 17, BW = 1u << 30, VL = 1u << 31;              // leaf 7, ebx
-  constexpr unsigned VNNI = 1u << 11, BF16 = 1u << 5;                                        // leaf 7, ecx; subleaf 1, eax
+  constexpr unsigned VNNI = 1u << 11;                                                        // leaf 7, ecx
+  constexpr unsigned AVX_VNNI = 1u << 4, BF16 = 1u << 5;                                     // leaf 7, subleaf 1, eax
   constexpr unsigned YMM = 0x06, ZMM = 0xe6;                                                 // XCR0
   Extensions found;
   unsigned a, b, c, d, saved, high;
@@ -75,7 +77,12 @@ Extensions read_extensions() {
   found.avx2 = has(b, AVX2 | BMI2);
   found.avx512 = found.avx2 && has(saved, ZMM) && has(b, F | DQ | BW | VL);
   found.avx512_vnni = found.avx512 && has(c, VNNI);
-  found.avx512_bf16 = found.avx512_vnni && __get_cpuid_count(7, 1, &a, &b, &c, &d) && has(a, BF16);
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) a = 0;
+  found.avx512_bf16 = found.avx512_vnni && has(a, BF16);
+#if defined(PENSTOCK_SOFTWARE_DOT)
+  a |= AVX_VNNI;
+#endif
+  found.avx_vnni = found.avx2 && has(a, AVX_VNNI);
   return found;
 }
 
@@ -105,6 +112,7 @@ bool runs_here(const char* name) {
   if (!strcmp(name, "avx512_bf16")) return here.avx512_bf16;
   if (!strcmp(name, "avx512_vnni")) return here.avx512_vnni;
   if (!strcmp(name, "avx512")) return here.avx512;
+  if (!strcmp(name, "avx_vnni")) return here.avx_vnni;
   if (!strcmp(name, "avx2")) return here.avx2;
   return !strcmp(name, "generic");
 #elif defined(__aarch64__)
