@@ -20,7 +20,7 @@ def is_of_machine(level: str) -> bool:
 
 
 def build_in_software(level: str, folder: Path) -> Path:
-    """Returns a library that computes in software what this machine lacks for a level. Builds it if a source is newer."""
+    """Returns a library computing in software what this machine lacks for a level; builds it if a source is newer."""
     library = folder / build_cpu.LIBRARY
     if build_cpu.is_current(library):
         return library
