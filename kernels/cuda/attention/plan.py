@@ -63,6 +63,9 @@ def decode_tiles(shape: AttentionShape, max_rows: int) -> DecodeTiles:
         return DecodeTiles(16, 16, 2, 1) if shape.dtype == torch.float32 else DecodeTiles(16, 16, 3, 2)
     if wide:
         return DecodeTiles(block_m, 32, 3, 2)
+    if block_m == 64 and shape.block_dim > 64 and not shape.wide_products:
+        # Most of these GPUs have shared memory for only one program, and with 4 warps it spills registers.
+        return DecodeTiles(64, 64, 3, 1, num_warps=8)
     if block_m > 16:
         return DecodeTiles(block_m, 64, 3, 2)
     if shape.kv_dtype == torch.float8_e4m3fn:  # half the bytes, and more registers
@@ -74,7 +77,7 @@ def extended_tiles(shape: AttentionShape) -> DecodeTiles:
     """The sizes for sequences that are extended."""
     if shape.block_dim > 128 or shape.dtype == torch.float32:
         return decode_tiles(shape, MAX_EXTENDED)
-    return DecodeTiles(128, 64, 3, 1, num_warps=8)
+    return DecodeTiles(128, 64 if shape.wide_products else 32, 3, 1, num_warps=8)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,9 @@ def prefill_tiles(shape: AttentionShape) -> PrefillTiles:
     if shape.block_dim > 128:
         return PrefillTiles(128 if shape.wide_products else 64, 32, 8, 3)
     is_plain = shape.window is None and shape.kv_dtype == shape.dtype and shape.head_dim == 128
-    if shape.block_dim > 64 and not (is_plain and shape.wide_products):
+    if shape.block_dim > 64 and not shape.wide_products:  # 64 positions spill registers on compute capability 12.0
+        return PrefillTiles(128, 32, 8, 3)
+    if shape.block_dim > 64 and not is_plain:
         return PrefillTiles(128, 64, 8, 3)
     return PrefillTiles(128, 128, 8, 3)
 
