@@ -45,6 +45,8 @@ PREFILL = ExpertsTiles(128, float("inf"), MoeTiles(128, 64, 8, 4), MoeTiles(256,
 """For many tokens, bound by matrix products: as large as registers allow, to read as little as possible per product."""
 PREFILL_FP4 = replace(PREFILL, down=PREFILL.gate_up)
 """The same with weights in MXFP4, whose conversion takes registers."""
+PREFILL_NARROW = replace(PREFILL, gate_up=MoeTiles(64, 64, 8, 4), down=MoeTiles(128, 64, 8, 4))
+"""The same on a GPU without wide products, whose operands take registers."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class ExpertsShape:
     deterministic: bool = False
     """Whether a token's result is bitwise the same in every batch. Tiles of different sizes use different instructions,
     so all steps then use ``MIDDLE``."""
+    wide_products: bool = True
+    """Whether the GPU has ``WIDE_PRODUCTS``."""
 
     def __post_init__(self) -> None:
         assert 1 <= self.mixture.per_token <= self.mixture.num_experts
@@ -92,6 +96,7 @@ class ExpertsShape:
             shape.clamped_gate,
             shape.has_fp4_experts,
             shape.deterministic,
+            shape.wide_products,
         )
 
     @property
@@ -111,6 +116,8 @@ class ExpertsShape:
             return (MIDDLE,)
         if self.dtype == torch.float32:
             return DECODE, MIDDLE
+        if not self.wide_products:
+            return DECODE, MIDDLE, PREFILL_NARROW
         return DECODE, MIDDLE, PREFILL_FP4 if self.is_fp4 else PREFILL
 
     def num_pairs(self, num_tokens: int) -> int:

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from penstock.kernels.cuda.example_shapes import SHAPES
 from penstock.kernels.cuda.model_shapes import Mixture
 from penstock.kernels.cuda.moe.fused_moe import ExpertsWeights, ExpertsWorkspace, fused_moe
-from penstock.kernels.cuda.moe.shapes import DECODE, MIDDLE, PREFILL, ExpertsShape
+from penstock.kernels.cuda.moe.shapes import DECODE, MIDDLE, PREFILL, PREFILL_NARROW, ExpertsShape
 from penstock.kernels.reference import ops as reference
 from penstock.models.backends.torch_common.weights import ExpertMlp
 
@@ -217,6 +217,15 @@ def test_tiles_follow_the_pairs_of_an_expert():
     assert replace(qwen, dtype=FP32, logits_dtype=FP32).tiles(8192) == MIDDLE
     always = replace(qwen, deterministic=True)
     assert {always.tiles(tokens) for tokens in (1, 128, 1025, 8192)} == set(always.all_tiles) == {MIDDLE}
+    assert replace(qwen, wide_products=False).tiles(1025) == PREFILL_NARROW
+    assert ExpertsShape.of(replace(SHAPES["Qwen3-30B-A3B"], wide_products=False)).tiles(1025) == PREFILL_NARROW
+
+
+@pytest.mark.parametrize("is_fp4", [False, True])
+def test_tiles_without_wide_products(is_fp4, device):
+    shape = make_shape(2, 2, 96, 64, torch.bfloat16, is_fp4=is_fp4, wide_products=False)
+    assert shape.tiles(70) == PREFILL_NARROW
+    check_mixture(shape, random_inputs(shape, 70, device), random_weights(shape, device))
 
 
 @pytest.mark.gpu
