@@ -97,7 +97,8 @@ def build(
 ) -> Path:
     """Compiles and links all sources for a machine, by default with the installed compiler; returns the library's path.
     Without ``levels`` it has all instruction sets; else those whose source is not among them are left out, except the
-    one that needs no flags. ``flags`` are further ones of the compiler. Raises CannotBuild."""
+    one that needs no flags. With ``software``, AMX and AVX-VNNI are emulated. ``flags`` are further ones of
+    the compiler. Raises CannotBuild."""
     compiler = compiler or find_compiler()
     sources = sorted(SOURCES.rglob("*.cpp"))
     if not sources:
@@ -119,7 +120,7 @@ def build(
         commands = []
         for source, made in zip(sources, objects, strict=True):
             wanted = level_flags(source.name, machine) if levels is None or source.name in levels else ()
-            if software:  # else the compiler could use the instructions
+            if software:  # otherwise the compiler could use the instruction by itself
                 wanted = tuple(flag for flag in wanted if flag != AVX_VNNI)
             if not clang:
                 wanted = (*wanted, *GCC_IN_ORDER.get(source.name, ()))

@@ -77,7 +77,8 @@ def extended_tiles(shape: AttentionShape) -> DecodeTiles:
     """The sizes for sequences that are extended."""
     if shape.block_dim > 128 or shape.dtype == torch.float32:
         return decode_tiles(shape, MAX_EXTENDED)
-    return DecodeTiles(128, 64 if shape.wide_products else 32, 3, 1, num_warps=8)
+    # Without wide products, 64 positions of large heads spill registers.
+    return DecodeTiles(128, 64 if shape.wide_products or shape.block_dim <= 64 else 32, 3, 1, num_warps=8)
 
 
 @dataclass(frozen=True)

@@ -254,6 +254,9 @@ def test_tiles_without_wide_products(head_dim):
     shape = replace(wide, wide_products=False)
     assert prefill_tiles(shape) != prefill_tiles(wide)
     check(sequences(shape, [(1, 70), (40, 60), (30, 30)]))
+    if head_dim == 128:  # those of many decoded rows too
+        assert DecodeShape(shape, 20).tiles != DecodeShape(wide, 20).tiles
+        check(sequences(shape, [(20, 70), (40, 60), (1, 30)]), max_queries=20)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
