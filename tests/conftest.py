@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from without_gpu.fast_interpreter import make_interpreter_fast
 
 from penstock.kernels.cpu.bindings import LibraryMissing, library_path, load_library
 from penstock.kernels.cpu.build import CannotBuild, find_compiler
@@ -41,6 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Freezes the millions of objects of imported modules and collected tests, so that neither the garbage collector
     nor tests that list its objects scan them again and again."""
+    if not torch.cuda.is_available():
+        make_interpreter_fast()
     gc.collect()
     gc.freeze()
 

@@ -2,9 +2,12 @@
 
 import ast
 import functools
+import gc
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("clients", "kernels", "kv", "models", "scheduler", "service")
@@ -23,6 +26,14 @@ LONG_FUNCTIONS = {
     "kernels/cuda/sampling/logits.py": {"process_logits"},
 }
 """Triton kernels, which have a line for each argument."""
+
+
+@pytest.fixture(autouse=True)
+def without_collector() -> Iterator[None]:
+    """The trees of all files have millions of nodes, which the garbage collector would scan again and again."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def sources() -> list[Path]:

@@ -18,7 +18,7 @@ from contextlib import (
     contextmanager,
 )
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,14 @@ from penstock.service.config.addresses import Address
 from penstock.service.text.tokenizer import Tokenizer
 
 PENSTOCK = Path(sys.executable).with_name("penstock")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_are_read_once() -> Iterator[None]:
+    """By default each of httpx's clients reads all certificate authorities, as each client of openai's does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("httpx._transports.default.create_ssl_context", cache(httpx.create_ssl_context))
+        yield
 
 
 @dataclass

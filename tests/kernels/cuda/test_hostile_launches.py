@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.testing import assert_close
+from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
 
 from penstock.kernels.cuda.attention import common, decode, prefill
 from penstock.kernels.cuda.attention.common import PAGE_SLOTS, AttentionShape, PagedKV, RaggedRows
@@ -32,6 +33,12 @@ SHAPE = AttentionShape(4, 2, 64, torch.float16, torch.float16, scale=0.125)
 PAGE_NUMBERS = 2 * 2 * PAGE_SLOTS * 64
 FAR = (1 << 31) // PAGE_NUMBERS
 """The first page whose numbers no int32 counts."""
+
+
+@pytest.fixture(autouse=True)
+def overflow_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only here are numbers so large; see ``make_interpreter_fast``."""
+    monkeypatch.setattr(interpreter_builder, "options", InterpreterOptions())
 
 
 @triton.jit
