@@ -283,6 +283,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--capability", type=int, default=90, choices=sorted(MAX_SHARED_BYTES), help="90 (default): Hopper"
     )
     parser.add_argument("--quantization", choices=QUANTIZED, help="compile only the products with weights of this kind")
+    parser.add_argument(
+        "--kernels", default="", metavar="REGEX", help="compile only variants whose line contains a match: decode_kernel"
+    )
     options = parser.parse_args(arguments)
     unknown = [model for model in options.models if model not in SHAPES]
     if unknown:
@@ -294,7 +297,11 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         products = chain.from_iterable(quantized_variants(shape, options.quantization) for shape in shapes)
         compiled = list({describe(variant): variant for variant in products}.values())
-    compiled = [variant for variant in compiled if runs_on(variant, options.capability)]
+    compiled = [
+        variant
+        for variant in compiled
+        if runs_on(variant, options.capability) and re.search(options.kernels, describe(variant))
+    ]
     sys.stdout.write(f"{'shared':>7} {'registers':>9} {'spilled':>7}  of {limit} bytes of shared memory\n")
     too_large = []
     settle_keys(compiled)

@@ -65,13 +65,11 @@ def test_everything_runs_with_tiny_shapes_and_has_every_key(tmp_path: Path) -> N
 def test_a_part_that_takes_too_long_is_ended_and_its_lines_count() -> None:
     def work(send: Send) -> None:
         send({"a": 1})
-        time.sleep(60)
+        time.sleep(3600)  # longer than a test may take
 
     lines: list[dict[str, Any]] = []
-    began = time.monotonic()
     with pytest.raises(Failed, match=r"took more than its 3 s"):
         lines.extend(run_apart(work, 3.0))
-    assert time.monotonic() - began < 30
     assert lines == [{"a": 1}]
 
 

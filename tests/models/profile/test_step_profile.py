@@ -48,6 +48,20 @@ def test_limits_are_the_bytes_and_operations_of_the_model(cpu_library, tiny_mode
     assert found["attention"].memory > 0
 
 
+def test_products_of_recurrent_layers_count(cpu_library, build_model, tmp_path, worker_config):
+    layers = {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16}
+    tiny = build_model(tmp_path, "Lfm2Config", layers)
+    backend = load_backend(worker_config(tiny.path, backend="cpu"))
+    assert isinstance(backend, CpuBackend)
+    found = StageLimits(backend.model.model, UNIT).of_step(SPANS, 2)
+    tokens, kept, shape = 41, 2, tiny.module.config
+    heads, kv_heads, hidden = shape.num_attention_heads, shape.num_key_value_heads, shape.hidden_size
+    head_dim = hidden // heads
+    assert found["qkv"].arithmetic == 2 * tokens * hidden * (2 * 3 * hidden + head_dim * (heads + 2 * kv_heads))
+    # A convolution, attention, and a convolution of which only the tokens whose logits are wanted go on.
+    assert found["output"].arithmetic == 2 * hidden * (tokens * (hidden + head_dim * heads) + kept * hidden)
+
+
 def test_no_logits_need_no_head(cpu_library, tiny_model, worker_config):
     backend = load_backend(worker_config(tiny_model("llama").path, backend="cpu"))
     assert isinstance(backend, CpuBackend)
