@@ -284,7 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--quantization", choices=QUANTIZED, help="compile only the products with weights of this kind")
     parser.add_argument(
-        "--kernels", default="", metavar="REGEX", help="compile only variants whose line contains a match: decode_kernel"
+        "--kernels", default="", metavar="REGEX", help="compile only variants whose line it matches: decode_kernel"
     )
     options = parser.parse_args(arguments)
     unknown = [model for model in options.models if model not in SHAPES]
