@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import openai
@@ -9,6 +10,7 @@ import pytest
 
 from penstock.clients.gateway.errors import ErrorBody, from_validation
 from penstock.scheduler.config import SchedulerConfig
+from penstock.scheduler.request import Change
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -298,7 +300,19 @@ async def test_a_deadline_that_passes(start_gateway):
     response = await gateway.post(COMPLETIONS, prompt="a", max_tokens=4000)
     assert response.status_code == 504
     assert error_of(response)["code"] == "deadline"
-    chunks = await gateway.chunks(COMPLETIONS, prompt="a", max_tokens=4000)
+
+
+async def test_a_deadline_that_passes_amid_a_stream(start_gateway):
+    gateway = await start_gateway(seconds_per_step=0.02)
+    body = {"prompt": "a", "max_tokens": 4000, "stream": True}
+    chunks: list[dict[str, Any]] = []
+    async with gateway.http.stream("POST", COMPLETIONS, json=body) as response:
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunks.append(json.loads(line.removeprefix("data: ")))
+            if len(chunks) == 1:
+                gateway.engine.update(response.headers["x-request-id"], Change(deadline=time.monotonic()))
     assert chunks[0]["choices"][0]["text"]
     assert chunks[-1]["error"]["code"] == "deadline"
 
