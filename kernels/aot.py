@@ -284,12 +284,16 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--quantization", choices=QUANTIZED, help="compile only the products with weights of this kind")
     parser.add_argument(
-        "--kernels", default="", metavar="REGEX", help="compile only variants whose line it matches: decode_kernel"
+        "--kernels", default="", metavar="REGEX", help="compile only variants whose line matches: decode_kernel"
     )
     options = parser.parse_args(arguments)
     unknown = [model for model in options.models if model not in SHAPES]
     if unknown:
         parser.error(f"no such model: {unknown[0]}")
+    try:
+        wanted_kernels = re.compile(options.kernels)
+    except re.error as error:
+        parser.error(f"--kernels: not a regular expression: {error}")
     limit = MAX_SHARED_BYTES[options.capability]
     shapes = [shape_for(SHAPES[name], options.capability) for name in options.models or SHAPES]
     if options.quantization is None:
@@ -300,8 +304,10 @@ def main(arguments: list[str] | None = None) -> None:
     compiled = [
         variant
         for variant in compiled
-        if runs_on(variant, options.capability) and re.search(options.kernels, describe(variant))
+        if runs_on(variant, options.capability) and wanted_kernels.search(describe(variant))
     ]
+    if options.kernels and not compiled:
+        parser.error(f"--kernels: no variant matches {options.kernels}; without it, all are listed")
     sys.stdout.write(f"{'shared':>7} {'registers':>9} {'spilled':>7}  of {limit} bytes of shared memory\n")
     too_large = []
     settle_keys(compiled)

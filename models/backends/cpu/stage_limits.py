@@ -70,10 +70,10 @@ class StageLimits:
 
     def _layer(self, layer: DecoderLayer, tokens: int, kept: int) -> Iterator[tuple[str, float, float, str]]:
         """Yields the stage, bytes, operations and type of each product. ``kept`` tokens go on after attention."""
-        for mixer in (layer.qkv, layer.recurrent.input):
-            yield from _products("qkv", mixer, tokens)
-        for mixer in (layer.output, layer.recurrent.output):
-            yield from _products("output", mixer, kept)
+        for linear in (layer.qkv, layer.recurrent.input):
+            yield from _products("qkv", linear, tokens)
+        for linear in (layer.output, layer.recurrent.output):
+            yield from _products("output", linear, kept)
         yield from self._latent(layer.latent, tokens, kept)
         if not layer.router.num_parts:
             yield from _mlp("down", layer.mlp, kept)

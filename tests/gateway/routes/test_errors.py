@@ -312,7 +312,8 @@ async def test_a_deadline_that_passes_amid_a_stream(start_gateway):
                 continue
             chunks.append(json.loads(line.removeprefix("data: ")))
             if len(chunks) == 1:
-                gateway.engine.update(response.headers["x-request-id"], Change(deadline=time.monotonic()))
+                request_id = response.headers["x-request-id"]
+                assert gateway.engine.update(request_id, Change(deadline=time.monotonic()))
     assert chunks[0]["choices"][0]["text"]
     assert chunks[-1]["error"]["code"] == "deadline"
 

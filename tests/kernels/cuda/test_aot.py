@@ -265,6 +265,13 @@ def test_only_gpus_that_can_start_kernels_early_do(folder: Path) -> None:
     assert run(folder, "-c", EARLY) == "80 0 False\n90 2 True\n"
 
 
+@pytest.mark.parametrize(("kernels", "problem"), [("(", "not a regular expression"), ("nothing", "no variant matches")])
+def test_kernels_that_are_none_are_refused(kernels: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ahead.main(["--kernels", kernels, "Qwen3-0.6B"])
+    assert f"--kernels: {problem}" in capsys.readouterr().err
+
+
 def test_an_unknown_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         ahead.main(["GPT-5"])

@@ -7,8 +7,9 @@ from typing import Any
 
 
 def make_interpreter_fast() -> None:
-    """Leaves out its checks for overflow, which take a quarter of the time, and looks up dtypes once: it makes a table
-    of all of them for each access to memory. For the whole process, if a test that was collected needs Triton."""
+    """Turns off the interpreter's checks for overflow, which take a quarter of the time, and caches its lookup of
+    dtypes, which builds a table of all dtypes each time. Affects the whole process. Does nothing unless a test that was
+    collected has imported the interpreter."""
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
         return
