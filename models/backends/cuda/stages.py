@@ -1,8 +1,6 @@
 """A stage's layers on a GPU. Rows and tokens are the host's, which each batch brings; rank 0 samples in plain torch. A
 batch is launched kernel by kernel, and the host waits for its hidden states, since it sends them."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,6 +14,7 @@ from penstock.models.backends.cuda.linear import CHANGES
 from penstock.models.backends.cuda.model import CudaModel
 from penstock.models.backends.cuda.places import TokenPlaces
 from penstock.models.backends.stage_part import StageRows
+from penstock.models.backends.torch_common.device import copy_to
 from penstock.models.batch.batch import Batch
 from penstock.scheduler.worker_config import WorkerFacts
 
@@ -36,22 +35,24 @@ class CudaStage:
 
     def embed(self, batch: Batch) -> Tensor:
         # Ids were checked at admission, but an id out of range must never become an address.
-        token_ids = self._copied(batch.token_ids.clip(0, self._shape.vocab_size - 1))
-        return self._model.embed(token_ids, self._copied(batch.positions))
+        token_ids = copy_to(self._device, batch.token_ids.clip(0, self._shape.vocab_size - 1))
+        return self._model.embed(token_ids, copy_to(self._device, batch.positions))
 
     def run_layers(self, rows: Batch | StageRows, x: Tensor) -> Tensor:
         num_rows, width = rows.tables.shape
         width = min(width, self._shape.max_pages)
         tables: NDArray[np.int32] = np.full((num_rows, self._shape.max_pages), -1, dtype=np.int32)
         tables[:, :width] = rows.tables[:, :width]
-        query_starts = self._copied(rows.token_starts.astype(np.int32))
+        query_starts = copy_to(self._device, rows.token_starts.astype(np.int32))
         ragged = RaggedRows(
-            self._copied(tables),
-            self._copied(np.arange(num_rows, dtype=np.int32)),
+            copy_to(self._device, tables),
+            copy_to(self._device, np.arange(num_rows, dtype=np.int32)),
             query_starts,
-            self._copied(rows.ends.astype(np.int32)),
+            copy_to(self._device, rows.ends.astype(np.int32)),
         )
-        places = TokenPlaces(self._copied(rows.positions.astype(np.int32)), self._copied(rows.slots), query_starts)
+        places = TokenPlaces(
+            copy_to(self._device, rows.positions.astype(np.int32)), copy_to(self._device, rows.slots), query_starts
+        )
         self._model.run_layers(x, places, ragged, int((rows.ends - rows.starts).max()))
         return x
 
@@ -88,9 +89,3 @@ class CudaStage:
 
     def _zeros(self, *size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self._device)
-
-    def _copied(self, values: NDArray[Any]) -> Tensor:
-        source = torch.from_numpy(values)
-        if self._device.type == "cuda":
-            return source.pin_memory().to(self._device, non_blocking=True)
-        return source.clone()  # at an address that kernels can read from

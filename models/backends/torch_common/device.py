@@ -1,8 +1,11 @@
-"""Checks the device before a backend in torch loads a model, and sends ids to it."""
+"""Checks the device before a backend in torch loads a model, and copies arrays to it."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.reference.onednn_amx import avoid_broken_tiles
@@ -46,7 +49,8 @@ def torch_device(name: str) -> torch.device:
     return device
 
 
-def ids_on_device(ids: Sequence[int], device: torch.device) -> Tensor:
-    """Returns ids (N,) int64 on a device, without waiting for what it computes. A copy of memory that is not pinned
-    would wait."""
-    return torch.tensor(ids, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+def copy_to(device: torch.device, values: NDArray[Any] | Sequence[int]) -> Tensor:
+    """Returns a copy of an array, or of int64 ids, on a device, without waiting for what the device computes. A copy of
+    memory that is not pinned would wait."""
+    source = torch.from_numpy(np.asarray(values, dtype=None if isinstance(values, np.ndarray) else np.int64))
+    return source.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else source.clone()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from penstock.models.backends.torch_common.device import ids_on_device
+from penstock.models.backends.torch_common.device import copy_to
 from penstock.models.backends.torch_common.sampler import log_softmax, sample_positions, token_logprobs, top_logprobs
 from penstock.models.batch.batch import Batch, BatchResult, Sampled, join_logprobs
 from penstock.models.batch.pooled_row import PooledRow
@@ -95,5 +95,5 @@ def _prompt_scores(row: Row, position: int, states: Tensor, head: Head, to_host:
     logprobs = log_softmax(head(states))
     token_ids = row.history[position : position + len(logprobs)]
     assert max(token_ids) < logprobs.shape[1], "prompts' ids are checked against the tokenizer's vocabulary"
-    scores = top_logprobs(logprobs, ids_on_device(token_ids, states.device), row.sampling.prompt_logprobs or 0)
+    scores = top_logprobs(logprobs, copy_to(states.device, token_ids), row.sampling.prompt_logprobs or 0)
     return PromptScores(row, position, *map(to_host, scores))

@@ -15,6 +15,7 @@ from torch.nn import functional
 from penstock.models.architecture.spec import ModelSpec
 from penstock.models.backends.pipeline_parallel import ModelPart, PartWork, StageSpeed, work_of
 from penstock.models.backends.stage_part import Bytes, Hidden, StageRows
+from penstock.models.backends.torch_common.device import copy_to
 from penstock.models.backends.torch_common.outputs import result_of, wanted_tokens
 from penstock.models.batch.batch import Batch, BatchResult
 from penstock.models.batch.grammar_matcher import Words
@@ -84,14 +85,11 @@ class TorchPart:
     def compute(self, rows: StageRows, hidden: Bytes, wanted: Ids | None) -> Hidden:
         self.decoder.reset_blocks(rows.fresh_blocks())
         x = self.decoder.run_layers(rows, self.to_device(hidden))
-        return self._to_host(x if wanted is None else x[torch.from_numpy(wanted).to(self._device)])
+        return self._to_host(x if wanted is None else x[copy_to(self._device, wanted)])
 
     def to_device(self, hidden: Bytes) -> Tensor:
         """Returns the hidden states, (N, hidden)."""
-        x = torch.from_numpy(hidden).view(self._dtype).view(-1, self.facts.hidden_size)
-        if self._device.type == "cuda":
-            return x.pin_memory().to(self._device, non_blocking=True)
-        return x.clone()  # at an address that kernels can read from
+        return copy_to(self._device, hidden).view(self._dtype).view(-1, self.facts.hidden_size)
 
     def _to_host(self, x: Tensor) -> Hidden:
         if x.is_cuda:
@@ -131,7 +129,7 @@ class _TorchHead:
         states = decoder.final_norm(self._part.to_device(hidden))
         # ``result_of`` names tokens by their index in the batch.
         of_batch = states.new_zeros(len(self._batch.token_ids), states.shape[1])
-        of_batch[torch.from_numpy(self.wanted).to(states.device)] = states
+        of_batch[copy_to(states.device, self.wanted)] = states
         return result_of(self._batch, of_batch, decoder.logits, decoder.facts.vocab_size)
 
 

@@ -24,6 +24,7 @@ from penstock.models.backends.cuda.steps.graphs import VERIFYING_STEPS, StepGrap
 from penstock.models.backends.cuda.steps.step_io import ArrayLayout, Size
 from penstock.models.backends.memory import allocated
 from penstock.models.backends.tensor_parallel import ALONE
+from penstock.models.backends.torch_common.device import copy_to
 from penstock.models.backends.torch_common.weights import Mlp, RmsNorm, unchanged
 from penstock.models.batch.rows import Ids
 from penstock.models.checkpoint.draft_head import HeadCheckpoint
@@ -90,9 +91,8 @@ class HeadInputs:
         self._array[: layout.size].copy_(host, non_blocking=pinned)
         if chosen is not None:
             self.part(size, "token_ids")[:num_tokens].copy_(chosen)
-        tables = torch.from_numpy(step.tables.astype(np.int32))
-        num_rows, width = tables.shape
-        self._tables[:num_rows, :width].copy_(tables.pin_memory() if pinned else tables, non_blocking=pinned)
+        num_rows, width = step.tables.shape
+        self._tables[:num_rows, :width] = copy_to(self._tables.device, step.tables.astype(np.int32))
 
 
 @lru_cache(maxsize=1024)

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+
+from penstock.models.backends.torch_common.device import copy_to
 
 FIRST_WORDS = 1 << 12
 FIRST_TOKENS = 1 << 14
@@ -33,8 +34,9 @@ class BadWordsPool:
         if words:
             tokens = np.concatenate([np.asarray(word, dtype=np.int32) for word in words])
             ends = self._num_tokens + np.cumsum([len(word) for word in words], dtype=np.int32)
-            _copy(self.tokens[self._num_tokens : self._num_tokens + len(tokens)], tokens)
-            _copy(self.starts[first + 1 : first + 1 + len(words)], ends)
+            device = self.tokens.device
+            self.tokens[self._num_tokens : self._num_tokens + len(tokens)] = copy_to(device, tokens)
+            self.starts[first + 1 : first + 1 + len(words)] = copy_to(device, ends)
             self._num_words += len(words)
             self._num_tokens += len(tokens)
         return first
@@ -42,8 +44,3 @@ class BadWordsPool:
     def empty(self) -> None:
         """Discards all words; the memory stays the same."""
         self._num_words = self._num_tokens = 0
-
-
-def _copy(to: Tensor, values: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> None:
-    source = torch.from_numpy(values)
-    to.copy_(source.pin_memory() if to.is_cuda else source, non_blocking=True)

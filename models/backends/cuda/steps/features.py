@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.models.backends.torch_common.device import ids_on_device
+from penstock.models.backends.torch_common.device import copy_to
 
 FEW = 256
 """The limit of lines whose memory may be held for the sake of one of them."""
@@ -31,7 +31,7 @@ class DeviceFeatures:
     def __getitem__(self, part: slice | list[int]) -> "DeviceFeatures":
         if isinstance(part, slice):
             return DeviceFeatures(self.tensor[part], self.held)
-        return DeviceFeatures.of(self.tensor.index_select(0, ids_on_device(part, self.tensor.device)))
+        return DeviceFeatures.of(self.tensor.index_select(0, copy_to(self.tensor.device, part)))
 
     def copy(self) -> "DeviceFeatures":
         """Returns itself if it holds little memory, otherwise a copy."""

@@ -13,6 +13,7 @@ from penstock.kernels.cuda.model_shapes import ModelShape
 from penstock.kernels.cuda.sampling.tensors import NUM_INTEGERS, NUM_NUMBERS, SamplerRows, integer_line, number_line
 from penstock.kernels.cuda.step import DeviceRows
 from penstock.models.backends.cuda.steps.bad_words import BadWordsPool
+from penstock.models.backends.torch_common.device import copy_to
 from penstock.models.batch.batch import Batch
 from penstock.models.batch.rows import Row, RowTable
 from penstock.scheduler.plan import num_row_numbers
@@ -89,7 +90,7 @@ class CudaRows:
         """Writes the tokens that grammars allow in the newest step: (masks, at least ceil(V / 32))."""
         assert words.shape[1] >= self._shape.mask_words, "a mask has a bit for every token"
         own = np.ascontiguousarray(words[:, : self._shape.mask_words]).view(np.int32)
-        self.masks[self._num_lines :][: len(own)].copy_(self._copied(own), non_blocking=True)
+        self.masks[self._num_lines :][: len(own)] = copy_to(self._device, own)
 
     def drop_rows(self, numbers: Collection[int]) -> None:
         """Forgets rows that sample no token in a step: the device advances them, so they must be copied again."""
@@ -108,10 +109,10 @@ class CudaRows:
             self._take_line(row)
             if row.num_computed and any(len(word) > 1 for word in row.sampling.bad_words):
                 # The device records the tokens that are computed from here on.
-                history = self._copied(np.array(row.history[: row.num_computed], dtype=np.int32))
-                self.sampler.histories[row.number, : len(history)].copy_(history, non_blocking=True)
+                history = copy_to(self._device, np.array(row.history[: row.num_computed], dtype=np.int32))
+                self.sampler.histories[row.number, : len(history)] = history
         self._add_words(added)
-        numbers = self._copied([row.number for row in added])
+        numbers = copy_to(self._device, [row.number for row in added])
         tables = np.full((len(added), self.rows.tables.shape[1]), -1, dtype=np.int32)
         for line, row in zip(tables, added, strict=True):
             line[: row.num_blocks] = table.blocks(row, 0)
@@ -121,7 +122,7 @@ class CudaRows:
             (self.rows.next_tokens, np.full(len(added), -1, dtype=np.int32)),
             (self.sampler.numbers, np.array([_numbers(row) for row in added])),
         ):
-            column.index_copy_(0, numbers, self._copied(values))
+            column.index_copy_(0, numbers, copy_to(self._device, values))
 
     def _extend(self, extended: list[Row], table: RowTable) -> None:
         parts = []
@@ -130,7 +131,7 @@ class CudaRows:
             blocks = table.blocks(row, begin)
             parts.append(np.stack((np.full(len(blocks), row.number), np.arange(begin, row.num_blocks), blocks)))
             self._num_blocks[row.number] = row.num_blocks
-        rows, places, blocks = self._copied(np.concatenate(parts, axis=1))
+        rows, places, blocks = copy_to(self._device, np.concatenate(parts, axis=1))
         self.rows.tables[rows, places] = blocks.int()
 
     def _extend_windows(self, rows: list[Row], table: RowTable) -> None:
@@ -142,7 +143,7 @@ class CudaRows:
                 parts.append(np.concatenate((places, table.window_blocks(row, begin))))
                 self._window_ends[row.number] = row.window_end
         if parts:
-            numbers, places, *of_groups = self._copied(np.concatenate(parts, axis=1))
+            numbers, places, *of_groups = copy_to(self._device, np.concatenate(parts, axis=1))
             for pages, blocks in zip(self.window_tables, of_groups, strict=True):
                 pages[numbers, places] = blocks.int()
 
@@ -164,12 +165,13 @@ class CudaRows:
             bits = np.zeros(32 * self._shape.mask_words, dtype=bool)
             bits[row.lists.allowed] = True
             words = np.packbits(bits, bitorder="little").view(np.int32)
-            self.masks[line].copy_(self._copied(words), non_blocking=True)
+            self.masks[line] = copy_to(self._device, words)
 
     def _set(self, line: Tensor, ids: NDArray[np.int64], values: NDArray[Any]) -> None:
         """Sets a line to these values, and to 0 elsewhere."""
         inside = ids < self._shape.vocab_size  # a prompt may contain ids that the tokenizer lacks
-        line.zero_().index_copy_(0, self._copied(ids[inside]), self._copied(values[inside]).to(line.dtype))
+        wanted = copy_to(self._device, values[inside]).to(line.dtype)
+        line.zero_().index_copy_(0, copy_to(self._device, ids[inside]), wanted)
 
     def _add_words(self, added: Sequence[Row]) -> None:
         """Writes the integers of the added rows, which contain their words' places; of all rows if words moved."""
@@ -182,8 +184,8 @@ class CudaRows:
         for row, (stops, bad) in wanted:
             first = self._words.add_words(stops + bad)
             integers.append(self._integers(row, (first, first + len(stops), first + len(stops) + len(bad))))
-        numbers = self._copied([row.number for row, _ in wanted])
-        self.sampler.integers.index_copy_(0, numbers, self._copied(np.array(integers, dtype=np.int64)))
+        numbers = copy_to(self._device, [row.number for row, _ in wanted])
+        self.sampler.integers.index_copy_(0, numbers, copy_to(self._device, np.array(integers, dtype=np.int64)))
 
     def _make_room(self, words: list[tuple[int, ...]]) -> None:
         """Makes room for twice these words."""
@@ -210,10 +212,6 @@ class CudaRows:
             free_from=row.num_prompt_tokens + sampling.min_tokens,
             words=words,
         )
-
-    def _copied(self, values: "NDArray[Any] | list[int]") -> Tensor:
-        source = torch.from_numpy(np.asarray(values))
-        return source.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else source
 
 
 def _numbers(row: Row) -> list[float]:
