@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from without_gpu.fast_interpreter import make_interpreter_fast
+from without_gpu.interpreter import make_interpreter_fast, treat_nan_as_gpus_do
 
 from penstock.kernels.cpu.bindings import LibraryMissing, library_path, load_library
 from penstock.kernels.cpu.build import CannotBuild, find_compiler
@@ -44,6 +44,7 @@ def pytest_collection_finish() -> None:
     nor tests that list its objects scan them again and again."""
     if not torch.cuda.is_available():
         make_interpreter_fast()
+        treat_nan_as_gpus_do()
     gc.collect()
     gc.freeze()
 
