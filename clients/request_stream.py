@@ -11,7 +11,7 @@ from penstock.clients.errors import PenstockError, RequestFailed
 from penstock.clients.events import Completion, Delta, Event, Finished, collect
 from penstock.clients.failover.carried_request import CarriedRequest, OpenStream
 from penstock.clients.requests import Prompt, build_append, build_update
-from penstock.clients.stream import GenerateStream, Mailbox
+from penstock.clients.stream import Mailbox
 
 _DEADLINE_GRACE_SECONDS = 5.0
 
@@ -85,11 +85,6 @@ class RequestStream:
         if self._carried is None:
             self._older = older
 
-    def _live_ref(self, carrier: GenerateStream) -> int:
-        """Returns the request's ref on this stream; 0 if it is not live there."""
-        carried = self._carried
-        return carried.ref if carried is not None and carried.stream is carrier and not self._ended else 0
-
     def cancel(self) -> None:
         """Requests an early end. Events continue until ``Finished``, which has the usage so far."""
         self._cancelled = True
@@ -138,12 +133,15 @@ class RequestStream:
 
     def _begin(self) -> None:
         if self._carried is None and not self._ended:
-            if self._older is not None:
-                self._start.supersedes = self._older._live_ref(self._open_stream())  # noqa: SLF001
-                self._older = None
             self._carried = CarriedRequest(
-                self._start, self._mailbox, self._open_stream, num_targets=self._num_targets, on_move=self._on_move
+                self._start,
+                self._mailbox,
+                self._open_stream,
+                num_targets=self._num_targets,
+                on_move=self._on_move,
+                older=self._older._carried if self._older is not None and not self._older._ended else None,  # noqa: SLF001
             )
+            self._older = None
             if self._cancelled:
                 self._carried.cancel()
             if self._start.HasField("timeout_ms"):

@@ -251,6 +251,11 @@ def runs_on(variant: KernelVariant, capability: int) -> bool:
     return capability >= FP8_CAPABILITY or torch.float8_e4m3fn not in variant.arguments.values()
 
 
+def has_quantization(quantization: str, capability: int) -> bool:
+    """Whether GPUs of a compute capability have the products of a kind in ``QUANTIZED``."""
+    return capability >= FP8_CAPABILITY or QUANTIZED[quantization]["codes"] is not Codes.FP8
+
+
 def measure(variant: KernelVariant, capability: int) -> KernelResources:
     """Compiles the variant, with as many of its stages as fit, and reads the figures from the machine code."""
     compiled = variant.compile(capability)
@@ -290,6 +295,8 @@ def main(arguments: list[str] | None = None) -> None:
     unknown = [model for model in options.models if model not in SHAPES]
     if unknown:
         parser.error(f"no such model: {unknown[0]}")
+    if options.quantization and not has_quantization(options.quantization, options.capability):
+        parser.error(f"--quantization {options.quantization}: needs --capability {FP8_CAPABILITY} or more")
     try:
         wanted_kernels = re.compile(options.kernels)
     except re.error as error:

@@ -9,7 +9,7 @@ import grpc
 
 import penstock.v1 as pb
 from penstock.clients.errors import RequestFailed
-from penstock.clients.events import Accepted, Delta, Event, FinishReason, Injected
+from penstock.clients.events import Accepted, Delta, Event, Finished, FinishReason, Injected, Timings, Usage
 from penstock.clients.stream import GenerateStream, Receiver
 
 _log = logging.getLogger(__name__)
@@ -73,8 +73,10 @@ class CarriedRequest:
         *,
         num_targets: int = 1,
         on_move: Callable[[], None] = lambda: None,
+        older: "CarriedRequest | None" = None,
     ) -> None:
-        """``start`` is used only here. ``on_move`` is called with each move."""
+        """``start`` is used only here. ``on_move`` is called with each move. ``older`` ends when this one is accepted:
+        the service ends it if both are on one stream then, otherwise the client does."""
         self._receiver = receiver
         self._open_stream = open_stream
         self._num_targets = num_targets
@@ -84,20 +86,24 @@ class CarriedRequest:
         self._hides_ids = False
         self._num_attempts = self._num_moves = self._num_refusals = 0
         self._progress = Progress(start)
-        self._was_accepted = self._is_accepted = False
-        """Whether any replica, or the current one, has accepted it."""
-        self._request_id = ""
+        self._accepted: Accepted | None = None
+        """The first acceptance by a replica."""
+        self._is_accepted = False
+        """Whether the current replica has accepted it."""
         self._cut: list[Delta] = []
         """The last deltas of a replica that failed, which no other replica would have sent."""
         self._reason_to_move: RequestFailed | None = None
         self._waiting: asyncio.Handle | None = None
         """The next move, or the failure of a request that was cancelled before it."""
-        self._is_cancelled = False
+        self._is_cancelled = self._is_superseded = False
+        self._older = older
+        self._named_ref = 0
+        """The ref of the older request that the current replica was given."""
         self._deadline: float | None = None
         if self._may_move:
             self._keep_start(start)
         self.stream = open_stream()
-        self.ref = self.stream.carry(start, self)
+        self.ref = self._send(start)
 
     def cancel(self) -> None:
         """Requests the early end of the request. Does nothing if it has ended. Never calls the receiver itself."""
@@ -106,6 +112,7 @@ class CarriedRequest:
         if self._waiting is not None:
             self._waiting.cancel()
             failure = RequestFailed(grpc.StatusCode.CANCELLED, "cancelled while its replica was gone")
+            failure.finished = self._end_so_far()
             self._waiting = asyncio.get_running_loop().call_soon(self._give_up, failure)
 
     def update(self, update: pb.GenerationUpdate) -> None:
@@ -128,13 +135,30 @@ class CarriedRequest:
         """Ends the open prompt of the request. Does nothing if it has ended."""
         self.stream.commit(self.ref)
 
+    def ref_on(self, stream: GenerateStream) -> int:
+        """Returns the request's ref on a stream; 0 if it is on another one, or waits to move."""
+        return self.ref if self.stream is stream and self._waiting is None else 0
+
+    def supersede(self) -> None:
+        """Cancels the request, since another one took its place: its end is ``superseded``."""
+        self._is_superseded = True
+        self.cancel()
+
+    def supersede_older(self, *, is_named: bool = True) -> None:
+        """Ends the older request, and the one that it would have ended, unless the service does: it was named there,
+        and is there. ``is_named`` is false if the service was not given this request's own ref either."""
+        older, self._older = self._older, None
+        if older is not None:
+            is_named = is_named and older.ref_on(self.stream) == self._named_ref != 0
+            if not is_named:
+                older.supersede()
+            older.supersede_older(is_named=is_named)
+
     def put(self, event: Event) -> None:
         """Receives an event from the stream."""
-        if not self._may_move:
-            self._receiver.put(event)
-        elif isinstance(event, Accepted):
+        if isinstance(event, Accepted):
             self._note_accepted(event)
-        elif isinstance(event, Delta):
+        elif isinstance(event, Delta) and (self._may_move or self._hides_ids):
             self._put_delta(event)
         else:
             if isinstance(event, Injected):
@@ -180,11 +204,11 @@ class CarriedRequest:
         self._deadline = asyncio.get_running_loop().time() + timeout_ms / 1000
 
     def _note_accepted(self, accepted: Accepted) -> None:
+        self.supersede_older()
         self._progress.ticket = accepted.resume_ticket
         self._is_accepted, self._num_refusals = True, 0
-        self._request_id = accepted.request_id
-        if not self._was_accepted:
-            self._was_accepted = True
+        if self._accepted is None:
+            self._accepted = accepted
             self._receiver.put(accepted)
 
     def _put_delta(self, delta: Delta) -> None:
@@ -209,14 +233,29 @@ class CarriedRequest:
         for delta in self._cut:
             self._receiver.put(self._shown(delta))
         self._cut.clear()
+        if self._is_superseded:
+            failure.finished = failure.finished or self._end_so_far()
+            failure.finished.superseded = True
         self._receiver.fail(failure)
+
+    def _end_so_far(self) -> Finished:
+        """Returns the end of a request whose replica is gone, with what the client knows of its usage."""
+        usage = Usage(output_tokens=self._progress.num_tokens)
+        request_id = ""
+        if self._accepted is not None:
+            usage.prompt_tokens, request_id = self._accepted.prompt_tokens, self._accepted.request_id
+        return Finished(FinishReason.CANCELLED, usage, Timings(), request_id)
+
+    def _send(self, start: pb.GenerationStart) -> int:
+        """Sends the request on its stream. Returns its ref there."""
+        self._named_ref = start.supersedes = 0 if self._older is None else self._older.ref_on(self.stream)
+        return self.stream.carry(start, self)
 
     def _move(self) -> None:
         self._waiting = None
         self._num_moves += 1
         start = pb.GenerationStart()
         start.CopyFrom(self._start)
-        start.supersedes = 0
         if self._progress.ticket:
             resumed = pb.ResumeFrom(ticket=self._progress.ticket, choices=self._progress.choices)
             start.resume_from.CopyFrom(resumed)
@@ -225,14 +264,14 @@ class CarriedRequest:
         self._is_accepted = False
         try:
             self.stream = self._open_stream(self.stream)
-            self.ref = self.stream.carry(start, self)
+            self.ref = self._send(start)
         except Exception:  # the client was closed
             self._give_up(self._reason_to_move or RequestFailed(grpc.StatusCode.UNAVAILABLE, "the service is gone"))
             return
         self._on_move()
         _log.warning(
             "request %s: %s; it continues on another stream after %d tokens",
-            self._request_id or "(not accepted)",
+            self._accepted.request_id if self._accepted is not None else "(not accepted)",
             self._reason_to_move,
             self._progress.num_tokens,
         )

@@ -1,5 +1,5 @@
-"""Makes Triton's interpreter compute in half the time, and treat NaN as a GPU does. Both affect the whole process, and do
-nothing unless a test that was collected has imported the interpreter."""
+"""Makes Triton's interpreter compute in half the time, and treat NaN as a GPU does. Both changes affect the whole
+process. Neither is made unless a test that was collected has imported the interpreter."""
 
 import functools
 import sys

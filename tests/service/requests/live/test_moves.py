@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from penstock.clients import AsyncClient, Client, RequestFailed
-from penstock.clients.events import Delta, Injected, collect
+from penstock.clients.events import Delta, Event, Finished, FinishReason, Injected, collect
 from penstock.clients.failover import carried_request
 from penstock.models.checkpoint.digest import CheckpointDigest
 from penstock.scheduler.testing.fake_executor import FakeExecutor
@@ -46,9 +46,11 @@ async def events_of(request, seen, number=20):
 
 
 async def rest(request):
-    """Takes what is left."""
-    while await request.take():
-        pass
+    """What is left."""
+    events = []
+    while more := await request.take():
+        events += more
+    return events
 
 
 async def undisturbed(service, prompt="hello", **options):
@@ -132,9 +134,33 @@ async def test_cancelled_while_no_service_is_left(start_service, monkeypatch):
             while carried._waiting is None:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0.001)
             request.cancel()
-            with pytest.raises(RequestFailed) as failure:
-                await rest(request)
-            assert failure.value.code is grpc.StatusCode.CANCELLED
+            end = (await rest(request))[-1]
+            assert isinstance(end, Finished)
+            assert end.reason is FinishReason.CANCELLED
+            assert end.usage.prompt_tokens == len("hello")
+            assert end.usage.output_tokens > 0
+            assert not end.superseded
+
+
+async def test_a_request_that_waits_to_move_is_superseded(start_service, monkeypatch):
+    """Its replica is gone, so no service can end it."""
+    first, second = await start_service(worker(), grace_s=0.0), await start_service(worker())
+    target = f"{first.target},{second.target}"
+    async with AsyncClient(target) as client, client.generate("hello", **OPTIONS) as older:
+        assert await older.take()
+        monkeypatch.setattr(carried_request, "_DELAYS_S", (600.0,) * carried_request.MAX_ATTEMPTS)
+        await first.server.stop()
+        carried = older._carried
+        assert carried is not None
+        while carried._waiting is None:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr(carried_request, "_DELAYS_S", (0.0,) * carried_request.MAX_ATTEMPTS)
+        newer = client.generate("hello you", max_tokens=5)
+        newer.supersede(older)
+        assert (await newer.completion()).usage.output_tokens == 5
+        end = (await rest(older))[-1]
+        assert isinstance(end, Finished)
+        assert end.superseded
 
 
 async def test_a_deadline_counts_from_the_beginning(start_service):
@@ -154,12 +180,14 @@ async def test_injected_tokens_stay_where_they_are(start_service):
     """Another service could not put them into the same place."""
     first, second = await start_service(worker(), grace_s=0.0), await start_service(worker())
     async with AsyncClient(f"{first.target},{second.target}") as client:
-        request = client.generate("hello", max_tokens=3000, ignore_eos=True)
+        request = client.generate("hello", max_tokens=3000, ignore_eos=True, format="text")
         async with request:
             await request.take()
             request.append("!")
-            while not any(isinstance(event, Injected) for event in await request.take()):
-                pass
+            events: list[Event] = []
+            while not any(isinstance(event, Injected) for event in events):
+                events += await request.take()
+            assert not any(event.token_ids for event in events + await request.take() if isinstance(event, Delta))
             await first.server.stop()
             with pytest.raises(RequestFailed) as failure:
                 await rest(request)
