@@ -11,6 +11,7 @@ of a figure.
 
 import argparse
 import ast
+import itertools
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ FOLDER = Path(__file__).parent / "bench"
 
 def main() -> int:
     """Runs the benchmarks that the command line names; returns the exit status."""
-    scripts = {path.stem: path for path in sorted(FOLDER.glob("*.py"))}
+    scripts = {path.stem: path for path in sorted(FOLDER.glob("*/*.py"))}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="which to run; default: all")
     parser.add_argument("--list", action="store_true", help="name the benchmarks and end")
@@ -32,8 +33,8 @@ def main() -> int:
     if unknown:
         parser.error(f"no benchmark named {unknown[0]}; there are: {', '.join(scripts)}")
     if arguments.list:
-        for name, path in scripts.items():
-            print(f"{name:20} {_summary(path)}")
+        for folder, paths in itertools.groupby(scripts.values(), lambda path: path.parent.name):
+            print(f"{folder}:", *(f"  {path.stem:20} {_summary(path)}" for path in paths), sep="\n")
         return 0
     if names and options and len(names) > 1:
         parser.error(f"{options[0]} is an option of one benchmark; name only that one")
@@ -56,7 +57,7 @@ def _summary(path: Path) -> str:
 def _run(name: str, path: Path, options: Sequence[str] = ()) -> bool:
     print(f"== {name}: {_summary(path)}", flush=True)
     start = time.monotonic()
-    # -P keeps tests/bench off sys.path, where a benchmark's name could hide a module's.
+    # -P keeps the folder off sys.path, where a benchmark's name could hide a module's.
     status = subprocess.run([sys.executable, "-P", path, *options], check=False).returncode
     print(f"== {name}: {'done' if status == 0 else f'failed with status {status}'}", end="")
     print(f" in {time.monotonic() - start:.0f} s\n", flush=True)

@@ -44,12 +44,14 @@ pytest() {
     step "$name" "$limit" ${UNDER:-} "$PYTHON" -P -m pytest -p gpu_bench.print_failures -q --timeout 120 -rfE "$@"
 }
 
+# Tests that only compile.
+COMPILED="--ignore-glob=*_ahead.py --ignore-glob=*_aot.py --ignore-glob=*_compiled.py"
 SMALL_TESTS="(acceptance or routing or window or prepare or logprobs or norm or gate) and not size and not refused"
 # sanitize TOOL SECONDS: a tenth of the kernels' tests, which take a hundred times as long then.
 sanitize() {
   # So that torch's allocator does not hide where a tensor ends.
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 UNDER="compute-sanitizer --tool $1 --target-processes all --error-exitcode 9" \
-    pytest "$1" "$2" tests/kernels/cuda --ignore-glob="*_a*.py" --maxfail 5 -k "${SANITIZED:-$SMALL_TESTS}"
+    pytest "$1" "$2" tests/kernels/cuda $COMPILED --ignore-glob=*test_attention.py --maxfail 5 -k "${SANITIZED:-$SMALL_TESTS}"
 }
 
 prepare() {
@@ -70,10 +72,9 @@ facts() {
 }
 # Fills the cache in which later steps find their kernels.
 compile() { step compile 90 "$PYTHON" -P -m penstock.kernels.aot ${COMPILE_MODELS:-}; } # all by default
-# Without those that only compile.
 tests() {
   pytest tests "${TESTS_SECONDS:-300}" -n 14 --durations=15 \
-    ${TESTS:-tests/kernels/cuda --ignore-glob=*_ahead.py --ignore-glob=*_aot.py --ignore-glob=*_compiled.py
+    ${TESTS:-tests/kernels/cuda $COMPILED
     tests/models/quantized/test_cuda_*.py tests/models/backends/test_cuda_backend.py tests/models/backends/cuda
     tests/models/backends/test_oracle.py::test_on_cuda}
 }
@@ -93,7 +94,7 @@ racecheck() { sanitize racecheck "${SANITIZER_SECONDS:-120}"; }
 counters() {
   step counters "${COUNTERS_SECONDS:-150}" ncu --clock-control none --profile-from-start off --launch-count 60 \
     --section SpeedOfLight --section Occupancy --section WarpStateStats --csv --log-file "$OUT/counters.csv" \
-    "$PYTHON" -P -m gpu_bench.launches ${COUNTED:-attention gemm torch.mm}
+    "$PYTHON" -P -m gpu_bench.kernels.launches ${COUNTED:-attention gemm torch.mm}
 }
 peers() { bench peers "${PEERS_SECONDS:-120}" ceilings peers; }
 # The same steps with other choices, one after another, and other tiles of latent attention.

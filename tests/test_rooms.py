@@ -12,9 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = ("clients", "kernels", "kv", "models", "scheduler", "service")
 MOST_FILES = 15
-LARGE = {"models/train_demo", "tests/bench", "tests/kernels/cuda", "tests/peers/gpu_bench"}
-"""Folders with more files: scripts that made the demo model or that run as benchmarks, and one test for each of the
-kernels in Triton."""
+LARGE = {"models/train_demo"}
+"""Folders with more files: the scripts that made the demo model."""
 
 MOST_LINES, MOST_LINES_OF_FUNCTION = 400, 60
 LONG_FUNCTIONS = {

@@ -14,10 +14,11 @@ import pytest
 pytest.importorskip("triton")  # it has wheels only for Linux
 
 import torch
-from gpu_bench import kernels, latent_kernels
 from gpu_bench.apart import Failed, Send, run_apart
 from gpu_bench.figures import BASELINE, TABLES, VARIANTS, KernelFigures, LeftOut
-from gpu_bench.launches import launch
+from gpu_bench.kernels.cases import measure
+from gpu_bench.kernels.latent import CASES as LATENT_CASES
+from gpu_bench.kernels.launches import launch
 from gpu_bench.sizes import TINY
 from gpu_bench.variants import CHANGES
 
@@ -91,7 +92,7 @@ def test_launches_for_a_profiler_are_chosen_by_the_names_of_kernels() -> None:
 
 
 def test_tiles_of_latent_attention_are_right() -> None:
-    [line] = kernels.measure(latent_kernels.CASES[-1:], TINY.latents, TINY, None)
+    [line] = measure(LATENT_CASES[-1:], TINY.latents, TINY, None)
     assert isinstance(line, KernelFigures), line
     assert line.is_right
 

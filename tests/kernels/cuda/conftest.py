@@ -6,7 +6,7 @@ import pytest
 import torch
 
 # Triton has wheels only for Linux.
-collect_ignore_glob = [] if find_spec("triton") else ["test_*.py"]
+collect_ignore_glob = [] if find_spec("triton") else ["*.py"]
 
 
 @pytest.fixture

@@ -142,31 +142,35 @@ def _ceilings(sizes: Sizes, _results: Results) -> Iterable[Figures]:
 
 
 def _kernels(sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:
-    from gpu_bench import attention_kernels, experts_kernels, kernels, recurrent_kernels, sampling_kernels
+    from gpu_bench.kernels import attention, experts, layers, recurrent, sampling
+    from gpu_bench.kernels.cases import measure
 
-    cases = [*kernels.CASES, *attention_kernels.CASES, *sampling_kernels.CASES]
-    yield from kernels.measure(cases, sizes.models, sizes, results.ceiling)
-    yield from kernels.measure(experts_kernels.CASES, sizes.mixtures, sizes, results.ceiling)
-    yield from kernels.measure(recurrent_kernels.CASES, sizes.hybrids, sizes, results.ceiling)
+    cases = [*layers.CASES, *attention.CASES, *sampling.CASES]
+    yield from measure(cases, sizes.models, sizes, results.ceiling)
+    yield from measure(experts.CASES, sizes.mixtures, sizes, results.ceiling)
+    yield from measure(recurrent.CASES, sizes.hybrids, sizes, results.ceiling)
 
 
 def _products(sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:
-    from gpu_bench import kernels
+    from gpu_bench.kernels.cases import measure
+    from gpu_bench.kernels.layers import DENSE
 
-    return kernels.measure(kernels.DENSE, sizes.models[-1:], sizes, results.ceiling)
+    return measure(DENSE, sizes.models[-1:], sizes, results.ceiling)
 
 
 def _peers(sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:
-    from gpu_bench import kernels, peer_kernels
+    from gpu_bench.kernels import libraries
+    from gpu_bench.kernels.cases import measure
 
-    yield from kernels.measure(peer_kernels.CASES, sizes.models[-1:], sizes, results.ceiling)
-    yield from kernels.measure(peer_kernels.EXPERTS, sizes.mixtures[-1:], sizes, results.ceiling)
+    yield from measure(libraries.CASES, sizes.models[-1:], sizes, results.ceiling)
+    yield from measure(libraries.EXPERTS, sizes.mixtures[-1:], sizes, results.ceiling)
 
 
 def _latents(sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:
-    from gpu_bench import kernels, latent_kernels
+    from gpu_bench.kernels.cases import measure
+    from gpu_bench.kernels.latent import CASES
 
-    return kernels.measure(latent_kernels.CASES, sizes.latents, sizes, results.ceiling)
+    return measure(CASES, sizes.latents, sizes, results.ceiling)
 
 
 def _variant(name: str, model: Model, sizes: Sizes, results: Results) -> Iterable[Figures | LeftOut]:

@@ -1,1 +1,1 @@
-"""Attackers, a well-behaved tenant and a service for ``tests/bench/hostile.py``."""
+"""Attackers, a well-behaved tenant and a service for ``tests/bench/serving/hostile.py``."""

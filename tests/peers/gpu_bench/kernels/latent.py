@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from gpu_bench.attention_kernels import Step
-from gpu_bench.kernels import ULP, Case, Make
+from gpu_bench.kernels.attention import Step
+from gpu_bench.kernels.cases import ULP, Case, Make
 from gpu_bench.sizes import Model, Sizes
 from penstock.kernels.cuda.attention.plan import DecodeShape, DecodeTiles
 

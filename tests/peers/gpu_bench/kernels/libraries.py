@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gpu_bench.attention_kernels import Step, shape_of_step
-from gpu_bench.experts_kernels import mixture
-from gpu_bench.kernels import ULP, Case, Make, distance
+from gpu_bench.kernels.attention import Step, shape_of_step
+from gpu_bench.kernels.cases import ULP, Case, Make, distance
+from gpu_bench.kernels.experts import mixture
 from gpu_bench.sizes import Model, Sizes
 from penstock.kernels.cuda.quantized.gemm import GemmWorkspace, gemm
 from penstock.kernels.cuda.quantized.inputs import narrow_inputs

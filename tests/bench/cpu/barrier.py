@@ -1,8 +1,8 @@
-"""What it costs that the compute threads of the CPU library work together: for each number of threads, the atomic
-writes of one job by count, and the time of an empty job.
+"""What the barrier of the CPU library's compute threads costs: atomic writes of one job, and the time of an empty job.
 
-A job has four items a thread. Counts are exact on any machine: items wait until every thread has one, as if each had a
-core. Times with more threads than cores show what the system's scheduler costs, not what the barrier does.
+There is a line for each number of threads. A job has four items a thread. Counts are exact on any machine: items wait
+until every thread has one, as if each had a core. Times with more threads than cores show what the system's scheduler
+costs, not what the barrier does.
 """
 
 import argparse

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpu_bench.kernels import ULP, Case, Make, distance
+from gpu_bench.kernels.cases import ULP, Case, Make, distance
 from gpu_bench.sizes import Model, Sizes
 from penstock.kernels.cuda.moe.fused_moe import ExpertsWeights, ExpertsWorkspace, fused_moe
 from penstock.kernels.cuda.moe.grouped_mm import grouped_moe, has_grouped_mm

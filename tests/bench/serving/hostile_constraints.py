@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def constrained_requests(rate: float) -> list[BenchRequest]:
     """One for each constraint, in a random order."""
-    cases: list[Any] = runpy.run_path(str(Path(__file__).parents[1] / "service/end_to_end/test_constraints.py"))[
+    cases: list[Any] = runpy.run_path(str(Path(__file__).parents[2] / "service/end_to_end/test_constraints.py"))[
         "CASES"
     ]
     random.Random(0).shuffle(cases)

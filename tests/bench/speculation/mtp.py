@@ -49,7 +49,7 @@ from penstock.models.train_demo.network import Decoder, Network, RMSNorm, Transf
 from penstock.models.train_demo.trainer import Trainer, training_parser, use_cores
 from penstock.service.llm import LLM
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 EAGLE3 = "demo_eagle3"
 NUM_HELD_OUT, NUM_TIMED = 48, 4
 PASSAGE_CHARS, NEW_TOKENS, LENGTH = 200, 160, 128

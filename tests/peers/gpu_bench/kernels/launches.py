@@ -1,6 +1,6 @@
 """Launches kernels and measures nothing, for a profiler that runs this as its command:
 
-    ncu --profile-from-start off ... python -P -m gpu_bench.launches attention gemm
+    ncu --profile-from-start off ... python -P -m gpu_bench.kernels.launches attention gemm
 
 Only the launches themselves are between the profiler's start and stop, not those that make the inputs.
 """
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from gpu_bench import attention_kernels, kernels
+from gpu_bench.kernels import attention, layers
+from gpu_bench.kernels.cases import Make
 from gpu_bench.sizes import FULL, Sizes
 
 RUNS = 3
@@ -20,7 +21,7 @@ RUNS = 3
 def launch(words: Sequence[str], sizes: Sizes) -> list[str]:
     """Runs every case of the last model whose kernel's name begins with one of the words. Returns their names."""
     device, model, launched = torch.device(sizes.device), sizes.models[-1], list[str]()
-    makers: list[kernels.Make] = [*kernels.CASES, *attention_kernels.CASES, *kernels.DENSE]
+    makers: list[Make] = [*layers.CASES, *attention.CASES, *layers.DENSE]
     for make in makers:
         torch.manual_seed(0)
         case = make(model, sizes, device)

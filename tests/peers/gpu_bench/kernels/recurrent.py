@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gpu_bench.kernels import Case, Make, distance
+from gpu_bench.kernels.cases import Case, Make, distance
 from gpu_bench.sizes import Model, Sizes
 from penstock.kernels.cuda.recurrent.chunk_products import products_size
 from penstock.kernels.cuda.recurrent.chunked_scan import scan_chunks

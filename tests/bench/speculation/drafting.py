@@ -1,7 +1,7 @@
-"""What drafting costs besides the steps: microseconds a row and step to propose, and to choose how much of it is
-computed; and what indexing a long prompt takes, and how many bytes.
+"""What drafting costs besides the steps: to propose drafts, to choose their number, and to index a long prompt.
 
-One thread; the best of several runs.
+Proposing and choosing are in microseconds a row and step, indexing in time and bytes. One thread; the best of several
+runs.
 """
 
 import argparse

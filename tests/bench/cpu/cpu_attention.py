@@ -6,8 +6,8 @@ stands beside it. INT8 keeps queries and weights in two bytes, so it does twice 
 Items are timed one by one and the shortest time is taken, since a machine that others use adds to some of them. Errors
 are those of the root mean square against float64, in thousandths.
 
-    python -P tests/bench/cpu_attention.py
-    python -P tests/bench/cpu_attention.py --format bf16 --heads 32 --kv-heads 4
+    make bench ARGS=cpu_attention
+    make bench ARGS='cpu_attention --format bf16 --heads 32 --kv-heads 4'
 """
 
 import argparse

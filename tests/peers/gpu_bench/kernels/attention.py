@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from gpu_bench.kernels import ULP, Case, Make, distance
+from gpu_bench.kernels.cases import ULP, Case, Make, distance
 from gpu_bench.sizes import Model, Sizes
 from penstock.kernels.cuda.attention.common import PAGE_SLOTS, AttentionShape, PagedKV, RaggedRows
 from penstock.kernels.cuda.attention.decode import DecodeWorkspace

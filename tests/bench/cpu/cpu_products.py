@@ -5,8 +5,8 @@ longer of two times: reading its panels once at the rate of a plain reading loop
 a loop that works in registers alone, both measured here. All times are the best of many, since a machine that others
 use adds to some of them. torch's F.linear in bfloat16 stands beside it, on one thread and with copies too.
 
-    python -P tests/bench/cpu_products.py
-    python -P tests/bench/cpu_products.py --format int8 --rows 1 8 64
+    make bench ARGS=cpu_products
+    make bench ARGS='cpu_products --format int8 --rows 1 8 64'
 """
 
 import argparse
@@ -41,7 +41,7 @@ SHAPES = ((3072, 1024), (1024, 3072))
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 COLD_BYTES = 96 << 20
 """Of all copies of a matrix: three times the last cache of the machines these figures were first taken on."""
-BUILD = Path(__file__).parents[2] / "kernels/cpu/build.py"
+BUILD = Path(__file__).parents[3] / "kernels/cpu/build.py"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpu_bench.kernels import Case, Make
+from gpu_bench.kernels.cases import Case, Make
 from gpu_bench.sizes import Model, Sizes
 from penstock.kernels.cuda.accept_drafts import accept
 from penstock.kernels.cuda.sampling.logprobs import MAX_TOP, logprobs, make_logprobs_workspace

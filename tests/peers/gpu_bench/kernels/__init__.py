@@ -1,0 +1,1 @@
+"""The kernels: each on inputs of a model's shape."""
