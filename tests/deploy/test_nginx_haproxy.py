@@ -73,7 +73,7 @@ class Proxy:
 
     def __init__(self, folder: Path) -> None:
         self.grpc, self.http = folder / "grpc", folder / "http"
-        """Returns the sockets that it listens on."""
+        """The sockets that it listens on."""
         self.target = f"unix:{self.grpc}"
 
 
