@@ -55,7 +55,10 @@ async def parse_json(body: Body, turns: ParseTurns) -> Any:
         await _measure(body, turns)
     try:
         with turns.portion():
-            return _DECODER.decode(body)
+            decoded = _DECODER.decode(body)
+            if len(body) <= SMALL_BYTES and body.count(b"[") + body.count(b"{") > MAX_DEPTH:
+                _check_depth(decoded)
+            return decoded
     except RecursionError:
         raise await _too_deep(body, turns) from None
     except UnicodeDecodeError:
@@ -64,6 +67,17 @@ async def parse_json(body: Body, turns: ParseTurns) -> Any:
         raise await _large_number(body, turns) from None
     except msgspec.DecodeError as error:
         raise await _malformed(body, turns, str(error)) from None
+
+
+def _check_depth(value: Any) -> None:
+    """Raises RecursionError for a value that is nested too deeply. How deep the decoder itself goes depends on the
+    version of Python."""
+    level, depth = [value], 0
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise RecursionError
+        level = [part for each in level for part in (each.values() if isinstance(each, dict) else each)]
 
 
 def _read_real(text: str) -> float | int:

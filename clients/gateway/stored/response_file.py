@@ -56,15 +56,22 @@ class ResponseFile:
             raise self._problem(f"{error.strerror}; give a file that this user can write") from None
         try:
             self._database = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-            self._open()
         except sqlite3.Error as error:
             raise self._refusal(error) from None
+        try:
+            self._open()
+        except BaseException as error:
+            self._database.close()
+            if isinstance(error, sqlite3.Error):
+                raise self._refusal(error) from None
+            raise
 
     def load(self) -> list[StoredResponse]:
-        """Returns all responses, in the order in which they were stored. Raises PenstockError."""
+        """Returns all responses, in the order in which they were stored. Raises PenstockError, and closes the file."""
         try:
             rows = self._database.execute(f"SELECT {_COLUMNS} FROM responses ORDER BY number").fetchall()
         except sqlite3.Error as error:
+            self._database.close()
             raise self._refusal(error) from None
         return [_response(*row) for row in rows]
 

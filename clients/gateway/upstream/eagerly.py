@@ -16,13 +16,18 @@ def run_eagerly(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None] | No
         awaited = coroutine.send(None)
     except StopIteration:
         return None
-    return asyncio.create_task(rest_of(coroutine, awaited))
+    return asyncio.create_task(_await_rest(coroutine, awaited))
 
 
 @types.coroutine
 def rest_of(coroutine: Coroutine[Any, Any, T], awaited: object) -> Generator[object, Any, T]:
     """Runs the rest of a coroutine that was begun by ``send(None)``, which returned ``awaited``."""
     return (yield from _rest(coroutine, awaited))
+
+
+async def _await_rest(coroutine: Coroutine[Any, Any, None], awaited: object) -> None:
+    """Runs the rest as a coroutine of the kind that tasks accept: since Python 3.12, they accept no generators."""
+    await rest_of(coroutine, awaited)
 
 
 def _rest(coroutine: Coroutine[Any, Any, T], awaited: object) -> Generator[object, Any, T]:
