@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import closing
 
 import pytest
 
@@ -40,8 +41,8 @@ def test_what_is_written_is_loaded_in_order(path):
     given[0].content = Content(b'{"x":2}')
     file.write({"b": given[0], "c": None, "unknown": None})
     file.close()
-    loaded = ResponseFile(path).load()
-    assert [as_row(each) for each in loaded] == [as_row(each) for each in given[:2]]
+    with closing(ResponseFile(path)) as file:
+        assert [as_row(each) for each in file.load()] == [as_row(each) for each in given[:2]]
 
 
 def test_only_this_user_can_read_it(path):
@@ -76,6 +77,7 @@ def test_a_failed_write_changes_nothing(path):
     assert file.load() == []
     file.write({"a": response()})
     assert [each.id for each in file.load()] == ["a"]
+    file.close()
 
 
 def refusal_of(path):
