@@ -251,8 +251,8 @@ def runs_on(variant: KernelVariant, capability: int) -> bool:
     return capability >= FP8_CAPABILITY or torch.float8_e4m3fn not in variant.arguments.values()
 
 
-def has_quantization(quantization: str, capability: int) -> bool:
-    """Whether GPUs of a compute capability have the products of a kind in ``QUANTIZED``."""
+def supports_quantization(quantization: str, capability: int) -> bool:
+    """Whether GPUs of a compute capability support a kind in ``QUANTIZED``."""
     return capability >= FP8_CAPABILITY or QUANTIZED[quantization]["codes"] is not Codes.FP8
 
 
@@ -295,8 +295,8 @@ def main(arguments: list[str] | None = None) -> None:
     unknown = [model for model in options.models if model not in SHAPES]
     if unknown:
         parser.error(f"no such model: {unknown[0]}")
-    if options.quantization and not has_quantization(options.quantization, options.capability):
-        parser.error(f"--quantization {options.quantization}: needs --capability {FP8_CAPABILITY} or more")
+    if options.quantization and not supports_quantization(options.quantization, options.capability):
+        parser.error(f"--quantization {options.quantization}: needs --capability {FP8_CAPABILITY} or higher")
     try:
         wanted_kernels = re.compile(options.kernels)
     except re.error as error:

@@ -51,7 +51,8 @@ SMALL_TESTS="(acceptance or routing or window or prepare or logprobs or norm or 
 sanitize() {
   # So that torch's allocator does not hide where a tensor ends.
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 UNDER="compute-sanitizer --tool $1 --target-processes all --error-exitcode 9" \
-    pytest "$1" "$2" tests/kernels/cuda $COMPILED --ignore-glob=*test_attention.py --maxfail 5 -k "${SANITIZED:-$SMALL_TESTS}"
+    pytest "$1" "$2" tests/kernels/cuda $COMPILED --ignore-glob=*test_attention.py --maxfail 5 \
+    -k "${SANITIZED:-$SMALL_TESTS}"
 }
 
 prepare() {

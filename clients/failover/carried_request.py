@@ -75,8 +75,8 @@ class CarriedRequest:
         on_move: Callable[[], None] = lambda: None,
         older: "CarriedRequest | None" = None,
     ) -> None:
-        """``start`` is used only here. ``on_move`` is called with each move. ``older`` ends when this one is accepted:
-        the service ends it if both are on one stream then, otherwise the client does."""
+        """``start`` is used only here. ``on_move`` is called with each move. ``older`` is the request
+        that this one replaces; it ends when this one is accepted."""
         self._receiver = receiver
         self._open_stream = open_stream
         self._num_targets = num_targets
@@ -140,13 +140,14 @@ class CarriedRequest:
         return self.ref if self.stream is stream and self._waiting is None else 0
 
     def supersede(self) -> None:
-        """Cancels the request, since another one took its place: its end is ``superseded``."""
+        """Cancels the request because another one took its place: its end will be ``superseded``."""
         self._is_superseded = True
         self.cancel()
 
     def supersede_older(self, *, is_named: bool = True) -> None:
-        """Ends the older request, and the one that it would have ended, unless the service does: it was named there,
-        and is there. ``is_named`` is false if the service was not given this request's own ref either."""
+        """Ends the older request, and those that it replaced itself. The service ends a request whose ref it was given
+        and that is still on this stream; the client ends the others. ``is_named`` is false if the service was not given
+        this request's own ref either."""
         older, self._older = self._older, None
         if older is not None:
             is_named = is_named and older.ref_on(self.stream) == self._named_ref != 0

@@ -67,7 +67,8 @@ class ResponseFile:
             raise
 
     def load(self) -> list[StoredResponse]:
-        """Returns all responses, in the order in which they were stored. Raises PenstockError, and closes the file."""
+        """Returns all responses, in the order in which they were stored. If that fails, closes the file and
+        raises PenstockError."""
         try:
             rows = self._database.execute(f"SELECT {_COLUMNS} FROM responses ORDER BY number").fetchall()
         except sqlite3.Error as error:

@@ -1,7 +1,7 @@
-"""Envoy in front of two services with unequal load: the share of new requests that goes to the idler one, by policy.
+"""Envoy in front of two services with unequal load: the share of new requests that the less loaded one gets.
 
-The idler one has a quarter of the other's load. The load comes from requests that do not pass through Envoy, such as
-those of another proxy or of long streams.
+There is a line for each policy. The less loaded one has a quarter of the other's load, which comes from requests that
+do not pass through Envoy, such as those of another proxy or of long streams.
 """
 
 import argparse

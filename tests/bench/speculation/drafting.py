@@ -1,7 +1,7 @@
 """What drafting costs besides the steps: to propose drafts, to choose their number, and to index a long prompt.
 
-Proposing and choosing are in microseconds a row and step, indexing in time and bytes. One thread; the best of several
-runs.
+Proposing and choosing take microseconds per row and step; indexing takes time and memory. Each figure is the
+best of several runs of one thread.
 """
 
 import argparse

@@ -32,6 +32,7 @@ WRONG = [
     (b'{"x":%s,"seed":' + b"9" * 5000 + b"}", "invalid_number", "seed", "4,300 digits"),
     (b'{"x":%s,"a":"1e999","l":[[1,2,"a",-1e999]]}', "invalid_number", "l[0][3]", "too large"),
     (b'{"x":%s,"d":{"a":' + b"[" * 2000 + b"]" * 2000 + b"}}", "nested_too_deeply", "d", "nested too deeply"),
+    (b'{"x":%s,"d":' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}", "nested_too_deeply", "d", "nested too deeply"),
     (b'{"x":%s,"d":' + b'{"a":' * 2000 + b"1" + b"}" * 2001, "nested_too_deeply", "d", str(MAX_DEPTH)),
     (b'{"x":%s,\n "a" 1}', "invalid_json", None, "line 2, column 6"),
     (b'{"x":%s,\n "a":1,}', "invalid_json", None, "line 2"),
@@ -66,7 +67,7 @@ async def test_invalid_json_is_reported_with_its_position(body, code, param, sai
         b'\xef\xbb\xbf{"x":%s}',
         b' [%s,{"a":[]},[{}],"",null,true]\n',
         b"%s",
-        b'{"x":%s,"d":' + b"[" * 200 + b"]" * 200 + b"}",
+        b'{"x":%s,"d":' + b"[" * (MAX_DEPTH - 1) + b"]" * (MAX_DEPTH - 1) + b"}",
     ],
 )
 async def test_what_is_json_is_read_as_python_reads_it(body, value):

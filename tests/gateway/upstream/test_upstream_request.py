@@ -1,6 +1,7 @@
 """What comes for an HTTP request, handed on where it arrives."""
 
 import asyncio
+import inspect
 from typing import Any
 
 import grpc
@@ -170,6 +171,7 @@ async def test_a_coroutine_that_need_not_wait_needs_no_task():
     assert done == [0]
     task = run_eagerly(work(2))
     assert task is not None
+    assert inspect.iscoroutine(task.get_coro()), "tasks accept no generators since Python 3.12"
     await task
     assert done == [0, 2]
 

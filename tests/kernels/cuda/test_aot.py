@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from penstock.kernels import aot as ahead
-from penstock.kernels.aot import MAX_SHARED_BYTES, QUANTIZED, KernelResources, has_quantization, variants, wanted
+from penstock.kernels.aot import MAX_SHARED_BYTES, QUANTIZED, KernelResources, supports_quantization, variants, wanted
 from penstock.kernels.cuda.example_shapes import SHAPES
 
 ROOT = Path(__file__).parents[3]
@@ -176,7 +176,7 @@ def test_every_variant_compiles_with_the_oldest_triton(tmp_path: Path) -> None:
         (capability, quantization)
         for capability in sorted(MAX_SHARED_BYTES)
         for quantization in (None, *QUANTIZED)
-        if quantization is None or has_quantization(quantization, capability)
+        if quantization is None or supports_quantization(quantization, capability)
     ],
 )
 def test_every_variant_compiles_for_other_gpus(capability: int, quantization: str | None, folder: Path) -> None:
