@@ -62,6 +62,11 @@ class AnswerParsing:
         """Whether there is anything to parse in a request's output."""
         return is_parsed(start) and self._of(start) != OutputFormats()
 
+    def formats_of(self, start: pb.GenerationStart, grammar: str) -> OutputFormats:
+        """Returns the formats on which a request's output depends: those that are parsed, and with a grammar also that
+        of the reasoning, after which the grammar applies."""
+        return self._formats.of(with_tools=shows_tools(start.chat)) if grammar else self._of(start)
+
     def parses_reasoning(self, start: pb.GenerationStart) -> bool:
         """Whether reasoning is separated from a request's text."""
         return self._of(start).reasoning is not None

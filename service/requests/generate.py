@@ -268,7 +268,7 @@ class RequestBuilder:
             grammar_end_ids=frozenset(self._tokenizer.eos_token_ids if grammar else ()),
         )
         parsers = self._parsing.parsers(start, prompt.token_ids, schemas, is_constrained=bool(grammar))
-        return self._tickets.prepared(request, parsers, start)
+        return self._tickets.prepared(request, parsers, start, self._parsing.formats_of(start, grammar))
 
     def _limited(
         self, sampling: SamplingParams, start: pb.GenerationStart, prompt: list[int], grammar: str

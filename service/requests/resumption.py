@@ -2,8 +2,8 @@
 for token after the service that began it has died.
 
 A ticket has the seed of the sampling, and digests of the rest that decides the next token: the model, how it is
-computed, the prompt and the sampling. It has none of constraints, which the caller must repeat like the rest of the
-request. It needs no secret: the caller could send everything in it itself, and the replica computes each digest again.
+computed, the prompt, the sampling, and what holds and parses the output. It needs no secret: the caller could send
+everything in it itself, and the replica computes each digest again.
 A forged ticket only gives its forger the seed of its choice.
 """
 
@@ -25,12 +25,13 @@ from penstock.service.config.limits import MAX_RESUMED_TOKENS, Validator
 from penstock.service.config.sampling_defaults import SamplingDefaults
 from penstock.service.errors import Reason, ServiceError, invalid
 from penstock.service.parsers.base import AnswerParser
+from penstock.service.requests.answer_formats import OutputFormats
 from penstock.service.streaming.outbox import RequestReceiver
 from penstock.service.streaming.parsed_output import ParsedChoice, ParsingReceiver
 from penstock.service.streaming.pending_message import OutputForm
 from penstock.service.streaming.resumed_output import ResumingReceiver
 
-_VERSION = 1
+_VERSION = 2
 _FIELD = "resume_from.ticket"
 _PARTS = {
     "tenant": "another tenant",
@@ -41,6 +42,7 @@ _PARTS = {
     "limits": "a service with other limits on tokens: the model's context, the KV cache or --generation-config",
     "prompt": "another prompt: a chat template may have put the date into it",
     "sampling": "other sampling parameters, of the request or by --generation-config",
+    "output": "another constraint, other tools, stop strings or output options, or other parsers of the service",
 }
 """The digests in a ticket, in order, and what a ticket with another one is for."""
 _LAYOUT = struct.Struct(f"<Bq{DIGEST_BYTES * len(_PARTS)}s{DIGEST_BYTES}s")
@@ -146,14 +148,18 @@ class Tickets:
             raise _mismatch("sampling")
         return seed
 
-    def prepared(self, request: Request, parsers: Sequence[AnswerParser], start: pb.GenerationStart) -> PreparedRequest:
-        """Returns a request with its ticket, and with the output that it resumes. Raises ServiceError."""
+    def prepared(
+        self, request: Request, parsers: Sequence[AnswerParser], start: pb.GenerationStart, formats: OutputFormats
+    ) -> PreparedRequest:
+        """Returns a request with its ticket, and with the output that it resumes. ``formats`` are those on which its
+        output depends. Raises ServiceError."""
         sampling = request.sampling
         own = (
             _tenant(request.tenant),
             *self._replica,
             short_digest(request.tenant.encode(), array("I", request.prompt_token_ids).tobytes()),
             short_digest(_sampling(sampling)),
+            short_digest(*_output(start, formats)),
         )
         content = _LAYOUT.pack(_VERSION, sampling.seed, b"".join(own), b"")[:-DIGEST_BYTES]
         choices = [ParsedChoice(index, parser) for index, parser in enumerate(parsers)]
@@ -202,6 +208,27 @@ def _tenant(tenant: str) -> bytes:
 def _sampling(sampling: SamplingParams) -> bytes:
     """Returns how tokens are chosen, without the seed, as bytes."""
     return msgspec.json.encode(msgspec.structs.replace(sampling, seed=0, logprobs=None, prompt_logprobs=None))
+
+
+def _output(start: pb.GenerationStart, formats: OutputFormats) -> tuple[bytes, bytes]:
+    """Returns what holds an output and decides how it is parsed, besides its sampling, as bytes. The form in which it
+    is sent may change from one replica to the next."""
+    chat, output = start.chat, start.output
+    deciding = pb.GenerationStart(
+        constraint=start.constraint,
+        sampling=pb.SamplingParams(stop=start.sampling.stop),
+        chat=pb.Chat(
+            tools=chat.tools,
+            tool_choice=chat.tool_choice,
+            parallel_tool_calls=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
+        ),
+        output=pb.OutputOptions(
+            include_special_tokens=output.include_special_tokens,
+            parse_reasoning=output.parse_reasoning,
+            parse_tool_calls=output.parse_tool_calls,
+        ),
+    )
+    return deciding.SerializeToString(deterministic=True), repr(formats).encode()
 
 
 def _read(ticket: bytes) -> tuple[int, Sequence[bytes]]:

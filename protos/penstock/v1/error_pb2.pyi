@@ -202,8 +202,9 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     `accepted.resume_ticket` unchanged.
     """
     ERROR_REASON_TICKET_MISMATCH: _ErrorReason.ValueType  # 55
-    """The ticket in `resume_from` is for another tenant, model, service configuration, prompt or sampling; the message
-    names which. Send the same request to a replica that is configured like the first, or omit `resume_from`.
+    """The ticket in `resume_from` is for another tenant, model, service configuration, prompt, sampling, constraint or
+    parsing of the output; the message names which. Send the same request to a replica that is configured like the
+    first, or omit `resume_from`.
     """
     ERROR_REASON_NOT_RESUMABLE: _ErrorReason.ValueType  # 56
     """A request of this kind cannot be continued at another replica. Send it again without `resume_from`."""
@@ -364,8 +365,9 @@ ERROR_REASON_TICKET_INVALID: ErrorReason.ValueType  # 54
 `accepted.resume_ticket` unchanged.
 """
 ERROR_REASON_TICKET_MISMATCH: ErrorReason.ValueType  # 55
-"""The ticket in `resume_from` is for another tenant, model, service configuration, prompt or sampling; the message
-names which. Send the same request to a replica that is configured like the first, or omit `resume_from`.
+"""The ticket in `resume_from` is for another tenant, model, service configuration, prompt, sampling, constraint or
+parsing of the output; the message names which. Send the same request to a replica that is configured like the
+first, or omit `resume_from`.
 """
 ERROR_REASON_NOT_RESUMABLE: ErrorReason.ValueType  # 56
 """A request of this kind cannot be continued at another replica. Send it again without `resume_from`."""

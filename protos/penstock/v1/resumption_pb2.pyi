@@ -27,8 +27,8 @@ class ResumeFrom(_message.Message):
     token; `cached_tokens` counts the tokens of the prompt that this replica had in its cache.
 
     TICKET_INVALID: the ticket is damaged. TICKET_MISMATCH: it is for another tenant, model or service configuration, or
-    for another prompt or sampling; the message names which. NOT_RESUMABLE: with `output.prompt_logprobs`, with `open`,
-    and for Complete. Do not resume a request into whose output an `append` injected tokens: the service would take them
+    for another prompt, sampling, constraint or parsing of the output; the message names which. NOT_RESUMABLE: with
+    `output.prompt_logprobs`, with `open`, and for Complete. Do not resume a request into whose output an `append` injected tokens: the service would take them
     for tokens of the model. With `continue_from`, the replica must have that context.
     """
 

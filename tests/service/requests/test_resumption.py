@@ -290,7 +290,7 @@ async def test_refused(start_service, details_of):
         found, _, message = await refused(service, resumed, details_of)
         return found, message
 
-    for broken in (b"x", b"x" * 81, b"x" * 128, ticket[:-1], ticket + b"x", bytes(len(ticket)), b"\x02" + ticket[1:]):
+    for broken in (b"x", b"x" * 89, b"x" * 128, ticket[:-1], ticket + b"x", bytes(len(ticket)), b"\x01" + ticket[1:]):
         found, message = await reason(begun(start, ticket=broken))
         assert found == "TICKET_INVALID", broken
         assert "resume_from" in message
@@ -350,6 +350,9 @@ ONE = CheckpointDigest(b"1" * 8, b"2" * 8, b"3" * 8)
         ("prompt", {"start": {"text": "hallo"}}),
         ("sampling", {"sampling": {"top_p": 0.5}}),
         ("sampling", {"sampling": {"seed": 5}}),
+        ("output", {"sampling": {"stop": ["zz"]}}),
+        ("output", {"start": {"output": pb.OutputOptions(include_special_tokens=True)}}),
+        ("output", {"start": {"constraint": pb.Constraint(regex="[a-z]*")}}),
     ],
 )
 async def test_another_replica(start_service, details_of, differs, other):
@@ -364,6 +367,44 @@ async def test_another_replica(start_service, details_of, differs, other):
     reason, metadata, message = await refused(second, begun(start, ticket=ticket), details_of)
     assert (reason, metadata["differs"]) == ("TICKET_MISMATCH", differs)
     assert message.startswith("resume_from.ticket: it is for ")
+
+
+CALLED = pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED)
+STRICT = [pb.Tool(function=pb.FunctionTool(name="f", parameters_json='{"type": "object"}', strict=True))]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"chat": {"tool_choice": CALLED}},
+        {"chat": {"parallel_tool_calls": False}},
+        {"chat": {"tools": STRICT}},
+        {"output": {"parse_tool_calls": False}},
+        {"output": {"parse_reasoning": False}},
+        {"config": {"tool_call_parser": "pythonic"}},
+        {"config": {"reasoning_parser": "none"}},
+    ],
+    ids=repr,
+)
+async def test_another_output(start_service, write_tokenizer, tmp_path, details_of, other):
+    """Its text would be divided otherwise, and what its caller received would not be the beginning of its parts."""
+    tokenizer = Tokenizer(write_tokenizer(tmp_path, TEMPLATE))
+    parsers = {"tool_call_parser": "hermes", "reasoning_parser": "think"}
+
+    def begin(chat=None, output=None, config=None):
+        message = pb.ChatMessage(role="user", content="hi")
+        return pb.GenerationStart(
+            chat=pb.Chat(**{"messages": [message], "tools": TOOLS} | (chat or {})),
+            output=pb.OutputOptions(**{"parse_tool_calls": True, "parse_reasoning": True} | (output or {})),
+            sampling=pb.SamplingParams(max_tokens=5),
+        )
+
+    first = await start_service(tokenizer=tokenizer, **parsers)
+    received = Received().take((await messages_of(first, begin()))[0])
+    assert (await messages_of(first, received.resume(begin())))[-1].finished.status.code == 0
+    second = await start_service(tokenizer=tokenizer, **parsers | other.get("config", {}))
+    reason, metadata, _ = await refused(second, received.resume(begin(**other)), details_of)
+    assert (reason, metadata["differs"]) == ("TICKET_MISMATCH", "output")
 
 
 async def test_worker_dies_with_resumed_rows(start_service):
