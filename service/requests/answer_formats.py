@@ -1,6 +1,7 @@
 """The formats of tool calls and reasoning in a model's outputs: set by the operator, or detected from its templates.
 
-A template that renders a call in a conversation's history reveals the model's format.
+A template that renders a call in a conversation's history reveals the model's format. So does the vocabulary of
+gpt-oss, whatever its template renders.
 """
 
 import logging
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.service.chat_templates.chat_message import TemplateInput, TemplateMessage, TemplateToolCall
 from penstock.service.errors import Reason, ServiceError
-from penstock.service.parsers.harmony import HARMONY
+from penstock.service.parsers.harmony import HARMONY, HARMONY_MARKERS
 from penstock.service.parsers.reasoning import REASONING_FORMATS
 from penstock.service.parsers.registry import AUTO, NONE, markers
 from penstock.service.text.tokenizer import Tokenizer
@@ -76,11 +77,11 @@ class AnswerFormats:
 def find_formats(tokenizer: Tokenizer, tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> AnswerFormats:
     """Returns a model's formats. Each parser is the name of a format, or NONE, or AUTO, which renders the templates."""
     shown_call = _shown_call(tokenizer, [_TOOL])
-    tool = _named(
-        tool_call_parser, next((name for name, call in _SHOWN_CALLS.items() if call.search(shown_call)), None)
-    )
+    of_vocabulary = HARMONY if tokenizer.marker_ids.keys() >= set(HARMONY_MARKERS) else None
+    shown = next((name for name, call in _SHOWN_CALLS.items() if call.search(shown_call)), of_vocabulary)
+    tool = _named(tool_call_parser, shown)
     of_template = [
-        OutputFormats(tool, _named(reasoning_parser, _reasoning_format(tokenizer, with_tools)))
+        OutputFormats(tool, _named(reasoning_parser, _reasoning_format(tokenizer, with_tools) or of_vocabulary))
         for with_tools in (False, True)
     ]
     found = frozenset[str]().union(*(markers(each.tool, each.reasoning) for each in of_template))

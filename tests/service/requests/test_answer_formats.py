@@ -7,6 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.service.errors import Reason, ServiceError
+from penstock.service.parsers.harmony import HARMONY_MARKERS
 from penstock.service.requests.answer_formats import AnswerFormats, OutputFormats, find_formats
 from penstock.service.text.tokenizer import Tokenizer
 
@@ -29,14 +30,14 @@ CLOSED = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n
 def tokenizer_with(tmp_path):
     """Makes a tokenizer whose ids are bytes, with a chat template."""
 
-    def write(template):
+    def write(template, special_tokens=()):
         letters = pre_tokenizers.ByteLevel.alphabet()
         moved = iter(sorted(letter for letter in letters if ord(letter) > 255))
         vocab = {(chr(byte) if chr(byte) in letters else next(moved)): byte for byte in range(256)}
         library = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = decoders.ByteLevel()
-        library.add_special_tokens(["<|end|>", "<|turn|>", "[TOOL_CALLS]"])
+        library.add_special_tokens(["<|end|>", "<|turn|>", "[TOOL_CALLS]", *special_tokens])
         library.save(str(tmp_path / "tokenizer.json"))
         config = {"eos_token": "<|end|>", "chat_template": template}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -87,6 +88,16 @@ def test_without_a_template_only_what_the_operator_names_is_known(tokenizer_with
     tokenizer = tokenizer_with(None)
     assert find_formats(tokenizer) == AnswerFormats()
     assert find_formats(tokenizer, reasoning_parser="think").plain == OutputFormats(None, "think")
+
+
+@pytest.mark.parametrize("template", [CALLS + END, None])
+def test_the_vocabulary_of_harmony_is_enough(tokenizer_with, template):
+    """Simplified templates of gpt-oss render no call, and a prompt of token ids needs no template."""
+    found = find_formats(tokenizer_with(template, HARMONY_MARKERS))
+    assert found.plain == found.with_tools == OutputFormats("harmony", "harmony")
+    assert set(found.marker_ids) == set(HARMONY_MARKERS)
+    assert find_formats(tokenizer_with(template, HARMONY_MARKERS[1:])).plain == OutputFormats(None, None)
+    assert find_formats(tokenizer_with(CALLS + HERMES + END, HARMONY_MARKERS)).with_tools.tool == "hermes"
 
 
 def test_a_busy_machine_is_asked_again(tokenizer_with, monkeypatch):
