@@ -8,10 +8,15 @@ from wire.broken_bytes import flip
 import penstock.v1 as pb
 
 
+async def messages_of(service: Any, start: pb.GenerationStart) -> list[pb.GenerateOneResponse]:
+    """All that a service sends for a request."""
+    return [message async for message in service.generation.GenerateOne(pb.GenerateOneRequest(start=start))]
+
+
 async def ticket_of(service: Any, start: pb.GenerationStart) -> bytes:
     """The ticket that a service issues for a request."""
-    call = service.generation.GenerateOne(pb.GenerateOneRequest(start=start))
-    tickets = [message.accepted.resume_ticket async for message in call if message.HasField("accepted")]
+    messages = await messages_of(service, start)
+    tickets = [message.accepted.resume_ticket for message in messages if message.HasField("accepted")]
     ticket: bytes = tickets[0]
     return ticket
 
