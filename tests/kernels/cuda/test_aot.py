@@ -27,11 +27,11 @@ MAX_SPILLED_BYTES = 40
 # On GPUs without Hopper's wide products a product's operands are in registers too. Experts in MXFP4 spill most.
 MAX_SPILLED_BYTES_OTHERS = 72
 
-# A model that has windows beside layers that see all, a cap and large heads: its attention without KV in fp8, and the
-# products of one of its matrices and of adapters.
+# A model that has a cap and large heads: its attention with a window and without KV in fp8, and the products of one of
+# its matrices and of adapters.
 SOME = ("Gemma-2-2B",)
-SOME_PRODUCTS = "(skinny_)?gemm_kernel.* COLUMNS=9216|_shrink.* K=2304|_expand.* N=2304"
-SOME_KERNELS = f"^(?!.*fp8)((decode|prefill)_kernel|{SOME_PRODUCTS})"
+SOME_PRODUCTS = "skinny_gemm_kernel.*=9216.* BLOCK_T=(16|64)|gemm_kernel.*=9216|_(shrink|expand).*=2304 R"
+SOME_KERNELS = f"^(?!.*fp8)((decode|prefill)_kernel.* WINDOW=4096|{SOME_PRODUCTS})"
 
 # A number that were specialised would be compiled anew for 1, and for a multiple of 16.
 SPECIALISED = """
