@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from penstock.models.backends.base import load_backend
-from penstock.models.batch.batch import build_batch
-from penstock.models.batch.rows import RowTable
 from penstock.models.checkpoint.checkpoint import check_checkpoint
 from penstock.models.errors import ModelError
 from penstock.models.worker.runner import Runner
@@ -213,25 +211,6 @@ def test_logprobs_and_vectors_are_those_of_the_reference(load):
     np.testing.assert_allclose(of_prompt.logprobs.chosen, expected_of_prompt.logprobs.chosen, atol=1e-4)
     vectors = [np.frombuffer(result.rows[1].vector, dtype=np.float32) for result in results]
     np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-4)
-
-
-def test_vectors_and_prompt_logprobs_are_read_when_a_step_is_finished(load):
-    """Reading them waits for the device. If they were read when the step is started, no other step could start."""
-    backend: Any = load("qwen3")._backend
-    table = RowTable(backend.facts.num_blocks, backend.facts.block_size, backend.facts.hidden_size)
-    rows = [
-        added(0, PROMPT, [0], SamplingParams(temperature=0.0, prompt_logprobs=2)),
-        added(1, PROMPT, [1], GREEDY, pooling=Pooling.MEAN),
-    ]
-    plan = StepPlan(0, [], rows, [], [whole(row) for row in rows], [])
-    table.apply(plan)
-    finish = backend.start_step(build_batch(table, plan, {}))
-    pooled = table[1].pooled
-    assert pooled is not None
-    assert not pooled.total.any()
-    [part] = finish().prompt_logprobs
-    assert len(part.logprobs.chosen) == len(PROMPT) - 1
-    assert pooled.total.all()
 
 
 @pytest.mark.soak

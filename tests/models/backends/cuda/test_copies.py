@@ -1,4 +1,4 @@
-"""Copies to a device that is busy. Without a GPU, torch's copies are fakes that check what they are given."""
+"""Copies to and from a device that is busy. Without a GPU, the copies are fakes that check what they are given."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,8 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.models.backends.base import load_backend
 from penstock.models.backends.cuda.steps.features import DeviceFeatures
 from penstock.models.backends.torch_common.device import copy_to
+from penstock.models.batch.batch import build_batch
+from penstock.models.batch.rows import RowTable
+from penstock.scheduler.plan import AddedRow, Chunk, Pooling, SamplingParams, StepPlan
 
 GPU = torch.device("cuda")
 
@@ -54,3 +58,34 @@ def test_features_are_selected_without_waiting_for_the_gpu(copies):
     tensor: Any = SimpleNamespace(device=GPU, index_select=lambda axis, ids: torch.ones(len(ids), 4))
     assert len(DeviceFeatures(tensor, 8)[[3, 1]]) == 2
     assert copies[0].tolist() == [3, 1]
+
+
+@torch.inference_mode()
+def test_vectors_and_prompt_logprobs_are_read_when_a_step_is_finished(tiny_model, worker_config, monkeypatch):
+    """Reading them waits for the device. If they were read when the step is started, no other step could start."""
+    config = worker_config(tiny_model("qwen3").path, backend="cuda", device="cpu", num_blocks=2, max_model_len=16)
+    backend: Any = load_backend(config)
+    ids = [3, 9, 1, 33, 9, 1, 3]
+    prompt = AddedRow(0, 1, ids, len(ids), 0, [0], SamplingParams(temperature=0.0, prompt_logprobs=2))
+    pooled = AddedRow(1, 1, ids, len(ids), 0, [1], SamplingParams(), pooling=Pooling.MEAN)
+    plan = StepPlan(0, [], [prompt, pooled], [], [Chunk(0, 0, len(ids)), Chunk(1, 0, len(ids))], [])
+
+    def run() -> Any:
+        table = RowTable(backend.facts.num_blocks, backend.facts.block_size, backend.facts.hidden_size)
+        table.apply(plan)
+        [part] = backend.start_step(build_batch(table, plan, {}))().prompt_logprobs
+        vector = table[1].pooled
+        assert vector is not None
+        return part.logprobs, vector.total.tolist()
+
+    expected = run()
+    assert len(expected[0].chosen) == len(ids) - 1
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def to_host(tensor: torch.Tensor) -> Any:
+        """A copy that arrives when the step's last one is waited for."""
+        copies.append((torch.zeros_like(tensor), tensor.clone()))
+        return copies[-1][0], SimpleNamespace(synchronize=lambda: [host.copy_(made) for host, made in copies])
+
+    monkeypatch.setattr(backend, "_to_host", to_host)
+    assert run() == expected
