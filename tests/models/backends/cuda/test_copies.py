@@ -65,7 +65,7 @@ def test_vectors_and_prompt_logprobs_are_read_when_a_step_is_finished(tiny_model
     """Reading them waits for the device. If they were read when the step is started, no other step could start."""
     config = worker_config(tiny_model("qwen3").path, backend="cuda", device="cpu", num_blocks=2, max_model_len=16)
     backend: Any = load_backend(config)
-    ids = [3, 9, 1, 33, 9, 1, 3]
+    ids = [3, 9, 1]
     prompt = AddedRow(0, 1, ids, len(ids), 0, [0], SamplingParams(temperature=0.0, prompt_logprobs=2))
     pooled = AddedRow(1, 1, ids, len(ids), 0, [1], SamplingParams(), pooling=Pooling.MEAN)
     plan = StepPlan(0, [], [prompt, pooled], [], [Chunk(0, 0, len(ids)), Chunk(1, 0, len(ids))], [])
