@@ -64,7 +64,7 @@ class AnswerParsing:
 
     def formats_of(self, start: pb.GenerationStart, grammar: str) -> OutputFormats:
         """Returns the formats on which a request's output depends: those that are parsed, and with a grammar also that
-        of the reasoning, after which the grammar applies."""
+        of the reasoning before it."""
         return self._formats.of(with_tools=shows_tools(start.chat)) if grammar else self._of(start)
 
     def parses_reasoning(self, start: pb.GenerationStart) -> bool:

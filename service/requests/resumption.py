@@ -2,9 +2,9 @@
 for token after the service that began it has died.
 
 A ticket has the seed of the sampling, and digests of the rest that decides the next token: the model, how it is
-computed, the prompt, the sampling, and what holds and parses the output. It needs no secret: the caller could send
-everything in it itself, and the replica computes each digest again.
-A forged ticket only gives its forger the seed of its choice.
+computed, the prompt, the sampling, the constraint and the parsing of the output. It needs no secret: the caller could
+send everything in it itself, and the replica computes each digest again. A forged ticket only gives its forger the seed
+of its choice.
 """
 
 import struct
@@ -159,7 +159,7 @@ class Tickets:
             *self._replica,
             short_digest(request.tenant.encode(), array("I", request.prompt_token_ids).tobytes()),
             short_digest(_sampling(sampling)),
-            short_digest(*_output(start, formats)),
+            _output(start, formats),
         )
         content = _LAYOUT.pack(_VERSION, sampling.seed, b"".join(own), b"")[:-DIGEST_BYTES]
         choices = [ParsedChoice(index, parser) for index, parser in enumerate(parsers)]
@@ -210,25 +210,17 @@ def _sampling(sampling: SamplingParams) -> bytes:
     return msgspec.json.encode(msgspec.structs.replace(sampling, seed=0, logprobs=None, prompt_logprobs=None))
 
 
-def _output(start: pb.GenerationStart, formats: OutputFormats) -> tuple[bytes, bytes]:
-    """Returns what holds an output and decides how it is parsed, besides its sampling, as bytes. The form in which it
-    is sent may change from one replica to the next."""
+def _output(start: pb.GenerationStart, formats: OutputFormats) -> bytes:
+    """Digests what constrains an output and decides how it is parsed, besides its sampling. The format in which it is
+    sent may change from one replica to the next."""
     chat, output = start.chat, start.output
-    deciding = pb.GenerationStart(
-        constraint=start.constraint,
-        sampling=pb.SamplingParams(stop=start.sampling.stop),
-        chat=pb.Chat(
-            tools=chat.tools,
-            tool_choice=chat.tool_choice,
-            parallel_tool_calls=chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls"),
-        ),
-        output=pb.OutputOptions(
-            include_special_tokens=output.include_special_tokens,
-            parse_reasoning=output.parse_reasoning,
-            parse_tool_calls=output.parse_tool_calls,
-        ),
+    parallel = chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
+    options = (output.include_special_tokens, output.parse_reasoning, output.parse_tool_calls)
+    messages = (start.constraint, chat.tool_choice, *chat.tools)
+    return short_digest(
+        repr((list(start.sampling.stop), parallel, options, formats)).encode(),
+        *(message.SerializeToString(deterministic=True) for message in messages),
     )
-    return deciding.SerializeToString(deterministic=True), repr(formats).encode()
 
 
 def _read(ticket: bytes) -> tuple[int, Sequence[bytes]]:

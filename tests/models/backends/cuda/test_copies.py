@@ -1,4 +1,4 @@
-"""Copies to and from a device that is busy. Without a GPU, the copies are fakes that check what they are given."""
+"""Copies to and from a device that is busy. Without a GPU, fakes stand in for the copies."""
 
 from types import SimpleNamespace
 from typing import Any
