@@ -28,8 +28,9 @@ class ResumeFrom(_message.Message):
 
     TICKET_INVALID: the ticket is damaged. TICKET_MISMATCH: it is for another tenant, model or service configuration, or
     for another prompt, sampling, constraint or parsing of the output; the message names which. NOT_RESUMABLE: with
-    `output.prompt_logprobs`, with `open`, and for Complete. Do not resume a request into whose output an `append` injected
-    tokens: the service would take them for tokens of the model. With `continue_from`, the replica must have that context.
+    `output.prompt_logprobs`, with `open`, and for Complete. Do not resume a request into whose output an `append`
+    injected tokens: the service would take them for tokens of the model. With `continue_from`, the replica must have
+    that context.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
