@@ -20,7 +20,8 @@ def measured(
     label: str, tokens_per_s: float, itl_p99: float = 10.0, *, foreign_s: float = 0.0, **extra: float
 ) -> Measured:
     return Measured(
-        label, "M1", "W2", 0, f"{label} 1.0", wall_s=10.0, tokens_per_s=tokens_per_s, ttft_p50=1.0, ttft_p99=2.0,
+        label, "M1", "W2", 0, f"{label} 1.0 (build 3, commit a1), torch 2",
+        wall_s=10.0, tokens_per_s=tokens_per_s, ttft_p50=1.0, ttft_p99=2.0,
         itl_p50=3.0, itl_p99=itl_p99, ready_s=4.0, rss_bytes=2**30, pss_bytes=2**29, foreign_s=foreign_s, extra=extra,
     )  # fmt: skip
 
@@ -48,7 +49,7 @@ def test_the_table_has_medians_ratios_and_the_floor() -> None:
     assert "Between tokens at p99: 0.50x the best other, steady/bf16 (1 turn)." in text
     assert "event loop is 8.0 ms late at p99 of its worst 2 s" in text
     assert "Medians of 1 to 3 repetitions" in text
-    assert "- fast/bf16 (fast/bf16 1.0): weights bf16; as it comes" in text
+    assert "- fast/bf16 (fast/bf16 1.0 (build 3, commit a1), torch 2): weights bf16; as it comes" in text
 
 
 def test_who_is_slow_but_steady_is_not_far_behind_where_lateness_counts() -> None:

@@ -98,7 +98,8 @@ class Installer:
                 _write(self._peers / f"openvino-models/{model}-{name}", [str(tool), "export", "openvino", *task])
 
     def llama(self) -> None:
-        """Its server; and the models as it reads them."""
+        """Its server; and the models as it reads them, which transformers' environment converts."""
+        self._environment("transformers")
         _, quantise = self.llama_programs("llama-server", "llama-quantize")
         sources = self.llama_sources()
         python = self._peers / "transformers/bin/python"

@@ -44,6 +44,7 @@ class Ready:
     """What a runner says of its engine once it would take requests."""
 
     version: str
+    """The engine's name, its version, and whatever else tells how it was built or runs."""
     pid: int = field(default_factory=os.getpid)
     """Of the process whose memory counts, with its children."""
     ready_s: float | None = None

@@ -5,7 +5,7 @@ import pytest
 from wire.resumption import messages_of, ticket_of
 
 import penstock.v1 as pb
-from penstock.models.checkpoint.digest import CheckpointDigest
+from penstock.models.checkpoint.digest import DIGEST_BYTES, CheckpointDigest, short_digest
 from penstock.scheduler.testing.fake_executor import FakeExecutor
 from penstock.service.auth.identity import AllowAll, Principal
 from penstock.service.config.sampling_defaults import SamplingDefaults
@@ -31,6 +31,11 @@ def begun(start, ids=(97, 98), ticket=b""):
     return resumed
 
 
+def sealed(content):
+    """A ticket whose checksum is right."""
+    return content + short_digest(content)
+
+
 async def test_refused(start_service, details_of):
     """Each by name; the service goes on."""
     service = await start_service()
@@ -42,7 +47,11 @@ async def test_refused(start_service, details_of):
         found, _, message = await refused(service, resumed, details_of)
         return found, message
 
-    for broken in (b"x", b"x" * 89, b"x" * 128, ticket[:-1], ticket + b"x", bytes(len(ticket)), b"\x01" + ticket[1:]):
+    version, seed, digests = ticket[:1], ticket[1:9], ticket[9:-DIGEST_BYTES]
+    assert sealed(version + seed + digests) == ticket
+    of_other_versions = [sealed(bytes([version[0] + step]) + seed + digests) for step in (-1, 1)]
+    damaged = [b"x", b"x" * 89, b"x" * 128, ticket[:-1], ticket + b"x", bytes(len(ticket)), b"\x01" + ticket[1:]]
+    for broken in (*damaged, *of_other_versions, sealed(version + b"\xff" * 8 + digests)):
         found, message = await reason(begun(start, ticket=broken))
         assert found == "TICKET_INVALID", broken
         assert "resume_from" in message

@@ -97,7 +97,7 @@ def _readme_lines(precision: str, tables: Tables, expected: Sequence[Engine]) ->
 
 def _title(engine: Engine, rows: Iterable[Row]) -> str:
     """Names the engine, its version and, where it has several settings of one precision, its variant."""
-    version = next(run.version for row in rows for run in row.runs).partition(",")[0].rpartition(" ")[2]
+    version = next(run.version for row in rows for run in row.runs).split()[1].rstrip(",")
     name = TITLES.get(engine.name, engine.name)
     return name if engine.name == OURS else f"{name} {version}, {engine.variant}"
 

@@ -9,6 +9,7 @@ import transformers
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from cpu_bench.runners.torch_dtype import fastest_dtype, name_of
 from cpu_bench.schedule import Schedule
 from cpu_bench.wire import Ran, Ready, Request, Wire, Work, run_engine
 
@@ -34,11 +35,10 @@ def main(wire: Wire, arguments: argparse.Namespace) -> None:
     """Runs in the mode that the flag names."""
     torch.set_num_threads(arguments.threads)
     transformers.logging.set_verbosity_error()
-    model = AutoModelForCausalLM.from_pretrained(
-        arguments.model, dtype=torch.bfloat16, attn_implementation="sdpa"
-    ).eval()
+    dtype = fastest_dtype()
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, attn_implementation="sdpa").eval()
     model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None, use_cache=True)
-    ready = Ready(f"transformers {transformers.__version__}, torch {torch.__version__}")
+    ready = Ready(f"transformers {transformers.__version__}, torch {torch.__version__}, {name_of(dtype)}")
     if arguments.mode == "continuous":
         _continuous(wire, model, ready)
         return
