@@ -16,7 +16,7 @@ ZENTORCH = "zentorch"
 """Folder with AMD's extension, apart from vLLM's environment: vLLM uses it wherever it can import it."""
 LLAMA_SERVER = "llama.cpp/build/bin/llama-server"
 IK_LLAMA_SERVER = "ik_llama.cpp/build/bin/llama-server"
-TORCH_DTYPE = "float32 instead of bf16 if the processor lacks bf16"
+DTYPE_NOTE = "float32 instead of bf16 where oneDNN has no bf16"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _ours() -> list[Engine]:
 def _vllm() -> list[Engine]:
     settings = (
         "AsyncLLM in process, torch.compile, prefix caching, chunked prefill, 4 GiB of KV, detokenize off, a core "
-        f"a thread, tcmalloc and Intel's OpenMP preloaded as its documentation advises, {TORCH_DTYPE}"
+        f"a thread, tcmalloc and Intel's OpenMP preloaded as its documentation advises, {DTYPE_NOTE}"
     )
     w8a8 = "weights int8 a row, head bf16, activations int8 a token, KV "
     int4 = "weights int4 in groups of 128, head bf16, activations "
@@ -202,7 +202,7 @@ def _transformers() -> list[Engine]:
     return [
         Engine(
             "transformers", mode, BF16, "weights, activations and KV bf16",
-            f"{text}, sdpa, in process, {TORCH_DTYPE}", "transformers_generate", "transformers", flags=("--mode", mode),
+            f"{text}, sdpa, in process, {DTYPE_NOTE}", "transformers_generate", "transformers", flags=("--mode", mode),
         )
         for mode, text in settings.items()
     ]  # fmt: skip
