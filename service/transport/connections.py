@@ -13,6 +13,7 @@ import os
 import resource
 import socket
 import struct
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -76,12 +77,6 @@ def _max_files() -> int:
     return min(limit, _MOST_FILES) if limit >= 0 else _MOST_FILES
 
 
-def _open_spare() -> int | None:
-    with contextlib.suppress(OSError):
-        return os.open(os.devnull, os.O_RDONLY)
-    return None
-
-
 @lru_cache(maxsize=1024)
 def peer_of(name: str) -> Peer | None:
     """Parses gRPC's name of a client; None for a Unix socket, whose clients have no addresses."""
@@ -112,6 +107,47 @@ class _Use:
     """The inode of its connection when that was last listed."""
 
 
+class _SpareFile:
+    """An open file whose descriptor is free while files are listed: listing needs two, and there may be none left.
+
+    A listing frees it in a thread, which may go on after the event loop has closed it. So each descriptor has one
+    owner: the thread that takes it closes it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._descriptor: int | None = None
+        self._is_open = False
+
+    def open(self) -> None:
+        self._is_open = True
+        self._open_again()
+
+    def close(self) -> None:
+        self._is_open = False
+        self._free()
+
+    @contextlib.contextmanager
+    def freed(self) -> Iterator[None]:
+        """Leaves the descriptor to the code inside."""
+        self._free()
+        try:
+            yield
+        finally:
+            self._open_again()
+
+    def _free(self) -> None:
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def _open_again(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            if self._is_open and self._descriptor is None:
+                self._descriptor = os.open(os.devnull, os.O_RDONLY)
+
+
 class Connections:
     """Keeps track of the use of connections. Belongs to the event loop; open files are listed in a thread."""
 
@@ -130,8 +166,7 @@ class Connections:
         self._leaving: set[Peer] = set()
         self._cutting: asyncio.Task[None] | None = None
         self._listing = asyncio.Lock()
-        self._spare: int | None = None
-        """A descriptor that is closed while files are listed: listing needs two, and there may be none left."""
+        self._spare = _SpareFile()
 
     def add_listener(self, address: Address, limit: int) -> None:
         """Watches the connections of a listener; gRPC accepts up to ``limit``. Does nothing for a Unix socket, whose
@@ -141,15 +176,13 @@ class Connections:
 
     def start(self) -> None:
         if self._limits and not self._is_blind:
-            self._spare = _open_spare()
+            self._spare.open()
             self._looking = asyncio.create_task(self._check(), name="connections")
 
     def stop(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
-        if self._spare is not None:
-            os.close(self._spare)
-            self._spare = None
+        self._spare.close()
 
     def begin_call(self, name: str, tenant: str | None) -> None:
         """Counts a call that begins. ``name`` is gRPC's name of the client, ``tenant`` its authenticated tenant."""
@@ -214,15 +247,8 @@ class Connections:
         """Runs ``look`` on the connections, in a thread."""
 
         def find() -> _Found:
-            has_spare = self._spare is not None
-            if self._spare is not None:
-                os.close(self._spare)
-                self._spare = None
-            try:
+            with self._spare.freed():
                 return look(frozenset(self._limits), *arguments)
-            finally:
-                if has_spare:
-                    self._spare = _open_spare()
 
         async with self._listing:
             return await asyncio.to_thread(find)

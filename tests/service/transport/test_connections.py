@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import resource
+import threading
 from contextlib import AsyncExitStack, closing, suppress
 
 import grpc
@@ -128,6 +129,38 @@ async def test_connections_are_found_when_no_file_can_be_opened(start_service):
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
             for file in files:
                 os.close(file)
+
+
+async def test_a_listing_that_ends_after_its_service_leaves_no_file_and_closes_no_other(monkeypatch):
+    """The thread that lists connections is between two instructions when the event loop stops."""
+    found = Connections()
+    found.add_listener(Address(host="127.0.0.1", port=1), 8)
+    is_closing, may_go_on = threading.Event(), threading.Event()
+    spare, closed = [], []
+
+    def open_file(*arguments, real=os.open):
+        spare.append(real(*arguments))
+        return spare[-1]
+
+    def close_file(descriptor, real=os.close):
+        real(descriptor)
+        if descriptor in spare:
+            closed.append(descriptor)
+            is_closing.set()
+            may_go_on.wait()
+
+    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(os, "close", close_file)
+    found.start()
+    listing = asyncio.create_task(found.unfinished_bytes())
+    await until(is_closing.is_set)
+    try:
+        found.stop()
+    finally:
+        may_go_on.set()
+    assert await listing == {}
+    assert closed == spare
+    assert len(spare) == 1
 
 
 async def test_clients_are_forgotten_where_files_cannot_be_listed(monkeypatch):
