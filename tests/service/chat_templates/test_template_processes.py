@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -42,7 +43,8 @@ def renderers():
 
 def end_renderers():
     for renderer in renderers():
-        renderer.kill()
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            renderer.kill()
 
 
 @pytest.mark.parametrize("trap", ["spin", "fill"])
