@@ -108,43 +108,43 @@ class _Use:
 
 
 class _SpareFile:
-    """An open file whose descriptor is free while files are listed: listing needs two, and there may be none left.
+    """A file that is kept open so that a listing can use its descriptor when no other one is left.
 
-    A listing frees it in a thread, which may go on after the event loop has closed it. So each descriptor has one
-    owner: the thread that takes it closes it.
+    A listing runs in a thread, and may go on after the event loop has closed the file. So a thread takes the
+    descriptor before closing it: a second ``close`` of the same number could close another file.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._descriptor: int | None = None
-        self._is_open = False
+        self._is_wanted = False
 
     def open(self) -> None:
-        self._is_open = True
-        self._open_again()
+        self._is_wanted = True
+        self._open_descriptor()
 
     def close(self) -> None:
-        self._is_open = False
-        self._free()
+        self._is_wanted = False
+        self._close_descriptor()
 
     @contextlib.contextmanager
     def freed(self) -> Iterator[None]:
-        """Leaves the descriptor to the code inside."""
-        self._free()
+        """Frees the descriptor for the code inside, and opens the file again afterwards unless it was closed."""
+        self._close_descriptor()
         try:
             yield
         finally:
-            self._open_again()
+            self._open_descriptor()
 
-    def _free(self) -> None:
+    def _close_descriptor(self) -> None:
         with self._lock:
             descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
-    def _open_again(self) -> None:
+    def _open_descriptor(self) -> None:
         with self._lock, contextlib.suppress(OSError):
-            if self._is_open and self._descriptor is None:
+            if self._is_wanted and self._descriptor is None:
                 self._descriptor = os.open(os.devnull, os.O_RDONLY)
 
 
