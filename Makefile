@@ -46,32 +46,27 @@ endef
 # Python compiles a module at its first import. pip would compile all, and most are never imported.
 PIP_INSTALL = $(BIN)/pip install --no-compile
 
-install-penstock = $(PIP_INSTALL) --quiet --no-deps --no-build-isolation -e .
-build-native = $(BIN)/python -P kernels/cpu/build.py --if-possible
 install-torch = $(PIP_INSTALL) -c constraints.txt \
   $(if $(PENSTOCK_TORCH_INDEX),--extra-index-url "$(PENSTOCK_TORCH_INDEX)") torch
 
 # pip checks the hash of every package except torch and the packages that CUDA builds of torch depend on. A CPU build of
 # the same version has another hash, so torch is pinned by its version. pip resolves nothing, since the locks are complete.
-# The compiler of the CPU library runs beside pip.
-$(ENVIRONMENT): pyproject.toml constraints.txt requirements.lock
-	$(make-venv)
-	@$(build-native) & \
-	$(PIP_INSTALL) --require-hashes --no-deps -r requirements.lock; \
-	$(install-torch); $(install-penstock); wait $$!
-	@touch $(NATIVE) $(SERVING) $@
+$(ENVIRONMENT): constraints.txt requirements.lock $(SERVING)
+	$(PIP_INSTALL) --require-hashes --no-deps -r requirements.lock
+	$(install-torch)
+	@touch $@
 
-# What `make serve` needs: without torch, if the CPU library can be built.
+# What `make serve` needs: without torch, if the CPU library can be built. The compiler runs beside pip.
 $(SERVING): pyproject.toml requirements-serve.lock
 	$(make-venv)
-	@$(build-native) & \
+	@$(BIN)/python -P kernels/cpu/build.py --if-possible & \
 	$(PIP_INSTALL) --quiet --require-hashes --no-deps -r requirements-serve.lock; \
-	$(install-penstock); wait $$!
+	$(PIP_INSTALL) --quiet --no-deps --no-build-isolation -e .; wait $$!
 	@test -e kernels/cpu/libpenstock_cpu.so || $(install-torch)
 	@touch $(NATIVE) $@
 
 $(NATIVE): kernels/cpu/build.py $(wildcard kernels/cpu/csrc/*/*) | $(SERVING)
-	@$(build-native)
+	@$(BIN)/python -P kernels/cpu/build.py --if-possible
 	@touch $@
 
 native: $(SERVING) ## build the CPU library and show the compiler's output; CXX=clang++ chooses the compiler
@@ -246,8 +241,8 @@ wording: setup ## tests/english.py: the wording of comments, docstrings, message
 
 TYPES := types-3.11 types-3.13
 .PHONY: $(TYPES)
-types: $(TYPES) ## mypy --strict, for the oldest and the newest Python that penstock supports
-# Tests are checked only for the oldest, which saves a third of the time.
+types: $(TYPES) ## mypy --strict for the oldest and the newest Python that penstock supports
+# For the newest, mypy checks only the product, which takes less time than with the tests.
 types-3.13: FILES := .dev/penstock
 $(TYPES): types-%: setup
 	$(BIN)/mypy --python-version $* $(FILES)
